@@ -1,0 +1,67 @@
+"""Sizes and choices of one T5 network."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+ACTIVATIONS = ('relu', 'gelu', 'silu', 'swish', 'linear')
+
+
+@dataclasses.dataclass(frozen=True)
+class T5Config:
+  """Hyperparameters of a T5 encoder-decoder, with the field names of T5X's `T5Config`.
+
+  Attributes:
+    vocab_size: rows of the token embedding; at least the vocabulary's size.
+    dtype: dtype of activations, 'float32' or 'bfloat16'. Logits, attention weights before the
+      softmax and layer-norm statistics are float32 whatever this says.
+    emb_dim: width of the residual stream.
+    num_heads: attention heads.
+    num_encoder_layers: encoder depth.
+    num_decoder_layers: decoder depth; may differ from the encoder's.
+    head_dim: width of one head. `num_heads * head_dim` need not equal `emb_dim`.
+    mlp_dim: hidden width of the feed-forward block.
+    mlp_activations: one name (T5 1.0: `('relu',)`, kernel `wi`) or two (T5 1.1:
+      `('gelu', 'linear')`, kernels `wi_0` and `wi_1`, multiplied).
+    dropout_rate: probability of dropping a unit while training.
+    logits_via_embedding: True ties the output projection to the embedding (T5 1.0), scaled by
+      `emb_dim ** -0.5`; False gives it a kernel of its own (T5 1.1).
+
+  Raises:
+    ValueError: a size is not positive, or an activation is unknown.
+  """
+
+  vocab_size: int
+  dtype: Any = 'float32'
+  emb_dim: int = 512
+  num_heads: int = 8
+  num_encoder_layers: int = 6
+  num_decoder_layers: int = 6
+  head_dim: int = 64
+  mlp_dim: int = 2048
+  mlp_activations: Sequence[str] = ('relu',)
+  dropout_rate: float = 0.0
+  logits_via_embedding: bool = False
+
+  def __post_init__(self):
+    for name in (
+        'vocab_size', 'emb_dim', 'num_heads', 'num_encoder_layers', 'num_decoder_layers',
+        'head_dim', 'mlp_dim',
+    ):
+      if getattr(self, name) < 1:
+        raise ValueError(f'T5Config.{name}: expected at least 1, found {getattr(self, name)}')
+    if not 0.0 <= self.dropout_rate < 1.0:
+      raise ValueError(f'T5Config.dropout_rate: expected [0, 1), found {self.dropout_rate}')
+    unknown = [name for name in self.mlp_activations if name not in ACTIVATIONS]
+    if unknown or not self.mlp_activations:
+      raise ValueError(
+          f'T5Config.mlp_activations: expected names among {ACTIVATIONS}, '
+          f'found {tuple(self.mlp_activations)}'
+      )
+    # Flax modules are hashed with their attributes; gin hands over lists.
+    object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))
+    object.__setattr__(self, 'dtype', jnp.dtype(self.dtype))
+    if self.dtype not in (jnp.float32, jnp.bfloat16):
+      raise ValueError(f'T5Config.dtype: expected float32 or bfloat16, found {self.dtype}')

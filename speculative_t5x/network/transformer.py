@@ -1,0 +1,320 @@
+"""T5's encoder and decoder, and the decode step that speculative decoding needs.
+
+The parameter tree is that of T5X's minimal network (`t5x/examples/t5/network.py`), so public T5X
+checkpoints load unchanged. Decoding takes several tokens a call, every row at its own position:
+see `Transformer.decode_step`.
+
+`B` is the batch, `M` the tokens in one call, `S` the encoder length, `T` the cache slots, `E` the
+width of the residual stream, `V` the rows of the embedding.
+"""
+
+import flax
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from speculative_t5x.network import layers
+from speculative_t5x.network.config import T5Config
+
+
+@flax.struct.dataclass
+class DecoderCache:
+  """What the decoder keeps between steps; every array has the batch as its leading axis.
+
+  Slots of the self-attention cache at or beyond a row's position are dead: masked by index and
+  overwritten by later writes. Rolling back therefore means passing a smaller position.
+
+  Attributes:
+    self_keys: one `[B, H, T, K]` a layer.
+    self_values: one `[B, H, T, K]` a layer.
+    cross_keys: one `[B, H, S, K]` a layer, computed once from the encoder's output.
+    cross_values: one `[B, H, S, K]` a layer.
+    cross_bias: float32 `[B, 1, 1, S]`, the padding mask of the encoder's input.
+  """
+
+  self_keys: tuple[jax.Array, ...]
+  self_values: tuple[jax.Array, ...]
+  cross_keys: tuple[jax.Array, ...]
+  cross_values: tuple[jax.Array, ...]
+  cross_bias: jax.Array
+
+
+def write_slots(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
+  """Overwrites slots `positions … positions + M - 1` of every row.
+
+  Args:
+    cache: `[B, H, T, K]`.
+    new: `[B, H, M, K]`.
+    positions: int32 `[B]`; `positions + M <= T`, or the write would be shifted.
+
+  Returns:
+    `[B, H, T, K]`.
+  """
+  new = new.astype(cache.dtype)
+  if cache.shape[0] == 1:
+    return jax.lax.dynamic_update_slice_in_dim(cache, new, positions[0], axis=2)
+  return jax.vmap(lambda row, update, start: jax.lax.dynamic_update_slice_in_dim(
+      row, update, start, axis=1))(cache, new, positions)
+
+
+class EncoderLayer(nn.Module):
+  """Self-attention and feed-forward, each behind a layer norm and beside a residual."""
+
+  config: T5Config
+
+  @nn.compact
+  def __call__(self, inputs: jax.Array, bias: jax.Array, *, deterministic: bool) -> jax.Array:
+    """Maps `[B, S, E]` to `[B, S, E]`; `bias` is float32 `[B, H, S, S]`."""
+    cfg = self.config
+    dropout = nn.Dropout(rate=cfg.dropout_rate, broadcast_dims=(-2,))
+    x = layers.LayerNorm(dtype=cfg.dtype, name='pre_attention_layer_norm')(inputs)
+    attention = attention_block(cfg, 'attention')
+    x = attention(x, *attention.keys_values(x), bias, deterministic=deterministic)
+    x = dropout(x, deterministic=deterministic) + inputs
+    y = layers.LayerNorm(dtype=cfg.dtype, name='pre_mlp_layer_norm')(x)
+    y = mlp_block(cfg)(y, deterministic=deterministic)
+    return dropout(y, deterministic=deterministic) + x
+
+
+class DecoderLayer(nn.Module):
+  """Self-attention, cross-attention and feed-forward."""
+
+  config: T5Config
+
+  def setup(self):
+    cfg = self.config
+    self.pre_self_attention_layer_norm = layers.LayerNorm(dtype=cfg.dtype)
+    self.self_attention = attention_block(cfg)
+    self.pre_cross_attention_layer_norm = layers.LayerNorm(dtype=cfg.dtype)
+    self.encoder_decoder_attention = attention_block(cfg)
+    self.pre_mlp_layer_norm = layers.LayerNorm(dtype=cfg.dtype)
+    self.mlp = mlp_block(cfg, name=None)
+    self.dropout = nn.Dropout(rate=cfg.dropout_rate, broadcast_dims=(-2,))
+
+  def cross_keys_values(self, encoded: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys and values `[B, H, S, K]` of the encoder's output `[B, S, E]`."""
+    return self.encoder_decoder_attention.keys_values(encoded)
+
+  def __call__(
+      self, inputs, cross_keys, cross_values, self_bias, cross_bias, *, cached=None,
+      deterministic=True,
+  ):
+    """One decoder layer.
+
+    Args:
+      inputs: `[B, M, E]`.
+      cross_keys: `[B, H, S, K]`.
+      cross_values: `[B, H, S, K]`.
+      self_bias: float32 `[B, H, M, T]` (`T = M` without a cache).
+      cross_bias: float32 `[B, 1, 1 or M, S]`.
+      cached: None, or `(keys [B, H, T, K], values [B, H, T, K], positions [B])` to write the new
+        keys and values into and to attend to.
+      deterministic: False applies dropout.
+
+    Returns:
+      outputs `[B, M, E]`, and the keys and values attended to.
+    """
+    x = self.pre_self_attention_layer_norm(inputs)
+    keys, values = self.self_attention.keys_values(x)
+    if cached is not None:
+      cached_keys, cached_values, positions = cached
+      keys = write_slots(cached_keys, keys, positions)
+      values = write_slots(cached_values, values, positions)
+    x = self.self_attention(x, keys, values, self_bias, deterministic=deterministic)
+    x = self.dropout(x, deterministic=deterministic) + inputs
+    y = self.pre_cross_attention_layer_norm(x)
+    y = self.encoder_decoder_attention(
+        y, cross_keys, cross_values, cross_bias, deterministic=deterministic
+    )
+    y = self.dropout(y, deterministic=deterministic) + x
+    z = self.mlp(self.pre_mlp_layer_norm(y), deterministic=deterministic)
+    return self.dropout(z, deterministic=deterministic) + y, keys, values
+
+
+def attention_block(cfg: T5Config, name: str | None = None) -> layers.Attention:
+  """The attention that `cfg` describes."""
+  return layers.Attention(
+      num_heads=cfg.num_heads, head_dim=cfg.head_dim, emb_dim=cfg.emb_dim,
+      dropout_rate=cfg.dropout_rate, dtype=cfg.dtype, name=name,
+  )
+
+
+def mlp_block(cfg: T5Config, name: str | None = 'mlp') -> layers.MlpBlock:
+  """The feed-forward block that `cfg` describes."""
+  return layers.MlpBlock(
+      mlp_dim=cfg.mlp_dim, activations=cfg.mlp_activations, dropout_rate=cfg.dropout_rate,
+      dtype=cfg.dtype, name=name,
+  )
+
+
+class Encoder(nn.Module):
+  """A stack of encoder layers under one relative position bias."""
+
+  config: T5Config
+
+  @nn.compact
+  def __call__(self, embedded: jax.Array, mask_bias: jax.Array, *, deterministic: bool):
+    """Encodes `embedded` `[B, S, E]` under the padding mask `[B, 1, S or 1, S]`."""
+    cfg = self.config
+    positions = jnp.arange(embedded.shape[1], dtype=jnp.int32)[None]
+    bias = mask_bias + layers.RelativePositionBiases(
+        cfg.num_heads, bidirectional=True, name='relpos_bias'
+    )(positions, positions)
+    dropout = nn.Dropout(rate=cfg.dropout_rate, broadcast_dims=(-2,))
+    x = dropout(embedded, deterministic=deterministic)
+    for index in range(cfg.num_encoder_layers):
+      x = EncoderLayer(cfg, name=f'layers_{index}')(x, bias, deterministic=deterministic)
+    x = layers.LayerNorm(dtype=cfg.dtype, name='encoder_norm')(x)
+    return nn.Dropout(rate=cfg.dropout_rate)(x, deterministic=deterministic)
+
+
+class Decoder(nn.Module):
+  """A stack of decoder layers under one relative position bias, and the output projection."""
+
+  config: T5Config
+  shared_embedding: nn.Module
+
+  def setup(self):
+    cfg = self.config
+    self.layers = [DecoderLayer(cfg) for _ in range(cfg.num_decoder_layers)]
+    self.relpos_bias = layers.RelativePositionBiases(cfg.num_heads, bidirectional=False)
+    self.decoder_norm = layers.LayerNorm(dtype=cfg.dtype)
+    if not cfg.logits_via_embedding:
+      self.logits_dense = layers.LogitsDense(cfg.vocab_size)
+    self.dropout = nn.Dropout(rate=cfg.dropout_rate, broadcast_dims=(-2,))
+
+  def cross_keys_values(self, encoded):
+    """Cross-attention keys and values of every layer."""
+    return zip(*(layer.cross_keys_values(encoded) for layer in self.layers), strict=True)
+
+  def self_bias(self, query_positions, key_positions):
+    """Causal mask and relative bias, float32 `[B, H, M, T]`, of positions `[B, M]`, `[B, T]`."""
+    visible = key_positions[:, None, None, :] <= query_positions[:, None, :, None]
+    return jnp.where(
+        visible, self.relpos_bias(query_positions, key_positions), layers.MASKED
+    )
+
+  def logits(self, x):
+    """Final norm and output projection: `[B, M, E]` to float32 `[B, M, V]`."""
+    x = self.decoder_norm(x)
+    if self.config.logits_via_embedding:
+      return self.shared_embedding.attend(x) / jnp.sqrt(jnp.float32(x.shape[-1]))
+    return self.logits_dense(x)
+
+  def teacher_forced(self, tokens, encoded, cross_bias, *, deterministic):
+    """Logits `[B, M, V]` of all positions of `tokens` `[B, M]` at once."""
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    self_bias = self.self_bias(positions, positions)
+    x = self.dropout(self.shared_embedding(tokens), deterministic=deterministic)
+    for layer in self.layers:
+      x, _, _ = layer(
+          x, *layer.cross_keys_values(encoded), self_bias, cross_bias, deterministic=deterministic
+      )
+    return self.logits(self.dropout(x, deterministic=deterministic))
+
+  def decode_step(self, tokens, positions, cache: DecoderCache):
+    """See `Transformer.decode_step`."""
+    query_positions = positions[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    slots = jnp.arange(cache.self_keys[0].shape[2], dtype=jnp.int32)[None]
+    self_bias = self.self_bias(query_positions, slots)
+    x = self.shared_embedding(tokens)
+    new_keys, new_values = [], []
+    for index, layer in enumerate(self.layers):
+      x, keys, values = layer(
+          x, cache.cross_keys[index], cache.cross_values[index], self_bias, cache.cross_bias,
+          cached=(cache.self_keys[index], cache.self_values[index], positions),
+      )
+      new_keys.append(keys)
+      new_values.append(values)
+    cache = cache.replace(self_keys=tuple(new_keys), self_values=tuple(new_values))
+    return self.logits(x), cache
+
+
+class Transformer(nn.Module):
+  """An encoder-decoder T5."""
+
+  config: T5Config
+
+  def setup(self):
+    cfg = self.config
+    self.token_embedder = layers.Embed(cfg.vocab_size, cfg.emb_dim, dtype=cfg.dtype)
+    self.encoder = Encoder(cfg)
+    self.decoder = Decoder(cfg, shared_embedding=self.token_embedder)
+
+  def encode(self, encoder_input_tokens: jax.Array, *, enable_dropout: bool = False) -> jax.Array:
+    """Encodes `encoder_input_tokens` `[B, S]` int32, padded with 0; returns `[B, S, E]`."""
+    return self.encoder(
+        self.token_embedder(encoder_input_tokens), padding_bias(encoder_input_tokens),
+        deterministic=not enable_dropout,
+    )
+
+  def decode(
+      self, encoded: jax.Array, encoder_input_tokens: jax.Array, decoder_input_tokens: jax.Array,
+      *, enable_dropout: bool = False,
+  ) -> jax.Array:
+    """Teacher-forced decoding.
+
+    Args:
+      encoded: `[B, S, E]`.
+      encoder_input_tokens: int32 `[B, S]`, for the padding mask.
+      decoder_input_tokens: int32 `[B, M]`, the targets shifted right behind a 0.
+      enable_dropout: True while training.
+
+    Returns:
+      float32 logits `[B, M, V]`.
+    """
+    return self.decoder.teacher_forced(
+        decoder_input_tokens, encoded, padding_bias(encoder_input_tokens),
+        deterministic=not enable_dropout,
+    )
+
+  def __call__(
+      self, encoder_input_tokens: jax.Array, decoder_input_tokens: jax.Array,
+      *, enable_dropout: bool = False,
+  ) -> jax.Array:
+    """`encode`, then `decode`: float32 logits `[B, M, V]`."""
+    encoded = self.encode(encoder_input_tokens, enable_dropout=enable_dropout)
+    return self.decode(
+        encoded, encoder_input_tokens, decoder_input_tokens, enable_dropout=enable_dropout
+    )
+
+  def init_cache(self, encoder_input_tokens: jax.Array, num_slots: int) -> DecoderCache:
+    """Encodes the inputs and prepares decoding.
+
+    Args:
+      encoder_input_tokens: int32 `[B, S]`, padded with 0.
+      num_slots: length of the self-attention cache; at least the largest position ever written,
+        plus one.
+
+    Returns:
+      A `DecoderCache` with empty self-attention and filled cross-attention.
+    """
+    cfg = self.config
+    cross_keys, cross_values = self.decoder.cross_keys_values(self.encode(encoder_input_tokens))
+    shape = (encoder_input_tokens.shape[0], cfg.num_heads, num_slots, cfg.head_dim)
+    empty = tuple(jnp.zeros(shape, cfg.dtype) for _ in range(cfg.num_decoder_layers))
+    return DecoderCache(
+        self_keys=empty, self_values=empty, cross_keys=tuple(cross_keys),
+        cross_values=tuple(cross_values), cross_bias=padding_bias(encoder_input_tokens),
+    )
+
+  def decode_step(
+      self, tokens: jax.Array, positions: jax.Array, cache: DecoderCache
+  ) -> tuple[jax.Array, DecoderCache]:
+    """Decodes `M` tokens of every row in one call.
+
+    Args:
+      tokens: int32 `[B, M]`.
+      positions: int32 `[B]`, where `tokens[:, 0]` stands in its row. The keys and values of the
+        call overwrite slots `positions … positions + M - 1`; slots beyond are masked.
+      cache: from `init_cache` or an earlier step.
+
+    Returns:
+      float32 logits `[B, M, V]` of the token after each of `tokens`, and the new cache.
+    """
+    return self.decoder.decode_step(tokens, positions, cache)
+
+
+def padding_bias(encoder_input_tokens: jax.Array) -> jax.Array:
+  """float32 `[B, 1, 1, S]`: 0 where there is a token, a large negative number on padding."""
+  return jnp.where(encoder_input_tokens > 0, 0.0, layers.MASKED)[:, None, None, :]
