@@ -1,0 +1,335 @@
+"""Speculative decoding as one compiled loop, one round an iteration.
+
+A round drafts `gamma` tokens, runs the target once on the last known token and the drafts, accepts
+a prefix of them by `verification` and adds one token of the target's own (Leviathan et al. 2023).
+Rows of a batch advance at their own pace. `gamma = 0` is plain decoding.
+
+`B` is the number of rows (batch × num_decodes), `L` the longest decoded length, `V` the
+vocabulary.
+"""
+
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+
+from speculative_t5x import sampling, verification
+from speculative_t5x.drafters import Drafter
+from speculative_t5x.errors import UserError
+from speculative_t5x.step import TokensToLogits, force_distribution, force_tokens
+
+
+@flax.struct.dataclass
+class Statistics:
+  """What happened in each row. Prompt tokens count nowhere. All int32, rows leading.
+
+  Attributes:
+    rounds: `[B]`, target runs that emitted something.
+    drafted: `[B]`, draft tokens proposed at places where the row could still grow.
+    accepted: `[B]`, drafts that were accepted and emitted.
+    rejected: `[B]`, rounds in which a draft was judged and refused. The acceptance rate is
+      accepted / (accepted + rejected): drafts behind the first refused one were never judged.
+    emitted: `[B]`, tokens of the output, EOS included.
+    accepted_at_position: `[B, gamma]`, rounds in which the draft at each place was accepted.
+  """
+
+  rounds: jax.Array
+  drafted: jax.Array
+  accepted: jax.Array
+  rejected: jax.Array
+  emitted: jax.Array
+  accepted_at_position: jax.Array
+
+
+@flax.struct.dataclass
+class Trace:
+  """Every round of every row; int32, -1 where there is nothing.
+
+  Attributes:
+    draft_tokens: `[B, L, gamma]`, the drafts of each round.
+    accepted: `[B, L]`, how many of them were accepted and emitted; -1 is no such round.
+    next_token: `[B, L]`, the target's token behind them; -1 where the text ended before it.
+  """
+
+  draft_tokens: jax.Array
+  accepted: jax.Array
+  next_token: jax.Array
+
+
+@flax.struct.dataclass
+class DecodeResult:
+  """What decoding returns; `N` is num_decodes, ordered by rising score as in T5X.
+
+  Attributes:
+    sequences: int32 `[batch, N, L]`, prompt included, 0 behind EOS.
+    scores: float32 `[batch, N]`, sum of the target's log-probabilities of the emitted tokens.
+    statistics: arrays `[batch, N, ...]`.
+    trace: arrays `[batch, N, L, ...]`, or None.
+  """
+
+  sequences: jax.Array
+  scores: jax.Array
+  statistics: Statistics
+  trace: Trace | None = None
+
+
+@flax.struct.dataclass
+class LoopState:
+  """The loop's state.
+
+  Attributes:
+    round: int32 scalar, rounds so far.
+    sequences: int32 `[B, L + gamma + 2]`, start token, tokens, and room for one late write.
+    positions: int32 `[B]`, index of each row's last known token.
+    ended: bool `[B]`.
+    scores: float32 `[B]`.
+    cache: the target's cache.
+    draft_state: the drafter's state.
+    statistics: see `Statistics`.
+    trace: see `Trace`; None when it is not asked for.
+  """
+
+  round: jax.Array
+  sequences: jax.Array
+  positions: jax.Array
+  ended: jax.Array
+  scores: jax.Array
+  cache: Any
+  draft_state: Any
+  statistics: Statistics
+  trace: Trace | None
+
+
+def cache_slots(max_decode_len: int, gamma: int) -> int:
+  """Slots that a cache needs so that no late write is clipped.
+
+  Args:
+    max_decode_len: `L`.
+    gamma: drafts a round.
+
+  Returns:
+    `L + gamma + 1`.
+  """
+  return max_decode_len + gamma + 1
+
+
+def row_keys(decode_rng: jax.Array, example_index: jax.Array, num_decodes: int) -> jax.Array:
+  """One key a row, which depends on the example and the decode but not on the batch.
+
+  Args:
+    decode_rng: a key.
+    example_index: int32 `[batch]`, the number of each example in the whole job.
+    num_decodes: decodes an example.
+
+  Returns:
+    keys `[batch * num_decodes]`.
+  """
+  rows = jnp.repeat(example_index, num_decodes)
+  decodes = jnp.tile(jnp.arange(num_decodes), example_index.shape[0])
+  fold = jax.vmap(jax.random.fold_in)
+  return fold(fold(jnp.repeat(decode_rng[None], rows.shape[0], axis=0), rows), decodes)
+
+
+def speculative_decode(
+    inputs: jax.Array,
+    cache: Any,
+    tokens_to_logits: TokensToLogits,
+    eos_id: int,
+    *,
+    gamma: int,
+    drafter: Drafter | None = None,
+    draft_state: Any = None,
+    rule: sampling.SamplingRule = sampling.SamplingRule(),  # noqa: B008 - frozen
+    num_decodes: int = 1,
+    decode_rng: jax.Array | None = None,
+    example_index: jax.Array | None = None,
+    max_decode_steps: int | None = None,
+    rescale_log_probs: bool = True,
+    trace: bool = False,
+) -> DecodeResult:
+  """Decodes a batch; see T5X's `temperature_sample`, whose names and meanings these are.
+
+  Args:
+    inputs: int32 `[batch, L]`, prompts shifted right: index 0 is the start token and ignored,
+      other entries that are not 0 are kept in the output, 0 is decoded.
+    cache: the target's cache, `cache_slots(L, gamma)` long; every array `[batch, ...]`.
+    tokens_to_logits: the target's decode step.
+    eos_id: the id that ends a row.
+    gamma: drafts a round; static.
+    drafter: proposes them; not needed when `gamma` is 0.
+    draft_state: the drafter's first state; every array `[batch, ...]`.
+    rule: the target's sampling rule. A temperature array has one entry an example.
+    num_decodes: independent outputs an example.
+    decode_rng: a key; `jax.random.key(0)` when None.
+    example_index: int32 `[batch]`, numbers that the examples' randomness is derived from, so that
+      an example gets the same output in any batch; 0, 1, … when None.
+    max_decode_steps: tokens to decode behind the prompt at most; None is up to `L`.
+    rescale_log_probs: whether scores are of the adjusted distribution (greedy scores are then 0)
+      or of the model's own.
+    trace: whether to record every round.
+
+  Returns:
+    A `DecodeResult`.
+
+  Raises:
+    UserError: `gamma` or `num_decodes` is out of range, or a drafter is missing.
+  """
+  if gamma < 0:
+    raise UserError(f'gamma: expected at least 0, found {gamma}')
+  if gamma and drafter is None:
+    raise UserError(f'drafter: expected one for gamma {gamma}, found None')
+  if num_decodes < 1:
+    raise UserError(f'num_decodes: expected at least 1, found {num_decodes}')
+  batch, max_decode_len = inputs.shape
+  if max_decode_steps is not None and not 0 < max_decode_steps <= max_decode_len:
+    raise UserError(
+        f'max_decode_steps: expected 1 to {max_decode_len} (the length), found {max_decode_steps}'
+    )
+  expand = lambda tree: jax.tree.map(lambda x: jnp.repeat(x, num_decodes, axis=0), tree)
+  if not isinstance(rule.temperature, (int, float)) and jnp.ndim(rule.temperature) == 1:
+    rule = sampling.SamplingRule(expand(jnp.asarray(rule.temperature)), rule.topk, rule.topp)
+  if decode_rng is None:
+    decode_rng = jax.random.key(0)
+  if example_index is None:
+    example_index = jnp.arange(batch)
+  keys = row_keys(decode_rng, example_index, num_decodes)
+
+  # Prompt tokens by place, behind the start token; places beyond L are never kept.
+  prompts = jnp.pad(expand(inputs).at[:, 0].set(0), ((0, 0), (0, gamma + 2)))
+  limits = jnp.full(batch * num_decodes, max_decode_len, jnp.int32)
+  if max_decode_steps is not None:
+    limits = jnp.minimum(limits, jnp.sum(prompts != 0, axis=1) + max_decode_steps)
+
+  def cond(state: LoopState) -> jax.Array:
+    return ~jnp.all(state.ended)
+
+  def body(state: LoopState) -> LoopState:
+    forced = _window(prompts, state.positions + 1, gamma + 1)
+    if rule.is_greedy:
+      uniforms = jnp.zeros((forced.shape[0], 2 * gamma + 1))
+    else:
+      uniforms = jax.vmap(
+          lambda key: jax.random.uniform(jax.random.fold_in(key, state.round), (2 * gamma + 1,))
+      )(keys)
+
+    draft_tokens, q, draft_state = forced[:, :gamma], None, state.draft_state
+    if gamma:
+      draft_tokens, q, draft_state = drafter.propose(
+          state.draft_state, state.sequences, state.positions, forced[:, :gamma],
+          uniforms[:, :gamma],
+      )
+
+    last_tokens = _window(state.sequences, state.positions, 1)
+    logits, cache = tokens_to_logits(
+        jnp.concatenate([last_tokens, draft_tokens], axis=1), state.positions, state.cache
+    )
+    if rule.is_greedy:
+      p = None
+      target_tokens = force_tokens(jnp.argmax(logits, -1).astype(jnp.int32), forced)
+      accepted, next_tokens = verification.greedy(draft_tokens, target_tokens)
+    else:
+      p = force_distribution(rule.distribution(logits), forced)
+      if q is None:
+        q = jax.nn.one_hot(draft_tokens, logits.shape[-1], dtype=jnp.float32)
+      accepted, next_tokens = verification.token_wise(
+          draft_tokens, q, p, uniforms[:, gamma : 2 * gamma], uniforms[:, -1]
+      )
+
+    # [B, gamma + 1]: the accepted drafts, then the target's token.
+    places = jnp.arange(gamma + 1)
+    emitted = jnp.where(
+        places < accepted[:, None], jnp.pad(draft_tokens, ((0, 0), (0, 1))), next_tokens[:, None]
+    )
+    kept = jnp.minimum(accepted + 1, limits - state.positions)
+    is_end = (emitted == eos_id) & (forced == 0) & (places < kept[:, None])
+    found_end = jnp.any(is_end, axis=1)
+    kept = jnp.where(found_end, jnp.argmax(is_end, axis=1) + 1, kept)
+    kept = jnp.where(state.ended, 0, kept)
+    is_kept = places < kept[:, None]
+
+    window = _window(state.sequences, state.positions + 1, gamma + 1)
+    sequences = _write(state.sequences, jnp.where(is_kept, emitted, window), state.positions + 1)
+    positions = state.positions + kept
+    is_new = is_kept & (forced == 0)
+    scores = state.scores
+    if not (rule.is_greedy and rescale_log_probs):
+      log_probs = _log_probs(logits, p, emitted, rescale_log_probs)
+      scores = scores + jnp.sum(jnp.where(is_new, log_probs, 0.0), axis=1)
+
+    active = jnp.any(is_new, axis=1)
+    could_grow = state.positions[:, None] + 1 + places[:gamma] <= limits[:, None]
+    was_drafted = could_grow & (forced[:, :gamma] == 0) & active[:, None]
+    was_accepted = was_drafted & is_new[:, :gamma] & (places[:gamma] < accepted[:, None])
+    was_rejected = active & (accepted < gamma) & (kept == accepted + 1) & (
+        verification.at_position(forced, accepted) == 0
+    )
+    count = lambda flags: jnp.sum(flags, axis=1, dtype=jnp.int32)
+    old = state.statistics
+    statistics = Statistics(
+        rounds=old.rounds + active,
+        drafted=old.drafted + count(was_drafted),
+        accepted=old.accepted + count(was_accepted),
+        rejected=old.rejected + was_rejected,
+        emitted=old.emitted + count(is_new),
+        accepted_at_position=old.accepted_at_position + was_accepted,
+    )
+    recorded = state.trace
+    if recorded is not None:
+      recorded = Trace(
+          draft_tokens=recorded.draft_tokens.at[:, state.round].set(
+              jnp.where(was_drafted, draft_tokens, -1)
+          ),
+          accepted=recorded.accepted.at[:, state.round].set(
+              jnp.where(active, jnp.minimum(kept, accepted), -1)
+          ),
+          next_token=recorded.next_token.at[:, state.round].set(
+              jnp.where(active & (kept == accepted + 1), next_tokens, -1)
+          ),
+      )
+    return LoopState(
+        round=state.round + 1, sequences=sequences, positions=positions,
+        ended=state.ended | (found_end & (kept > 0)) | (positions >= limits), scores=scores,
+        cache=cache, draft_state=draft_state, statistics=statistics, trace=recorded,
+    )
+
+  rows = batch * num_decodes
+  zeros = jnp.zeros(rows, jnp.int32)
+  nothing = lambda *shape: jnp.full((rows, max_decode_len, *shape), -1, jnp.int32)
+  initial = LoopState(
+      round=jnp.int32(0), sequences=prompts, positions=zeros, ended=jnp.zeros(rows, bool),
+      scores=jnp.zeros(rows), cache=expand(cache), draft_state=expand(draft_state),
+      statistics=Statistics(zeros, zeros, zeros, zeros, zeros, jnp.zeros((rows, gamma), jnp.int32)),
+      trace=Trace(nothing(gamma), nothing(), nothing()) if trace else None,
+  )
+  final = jax.lax.while_loop(cond, body, initial)
+
+  unflatten = lambda x: x.reshape(batch, num_decodes, *x.shape[1:])
+  scores = unflatten(final.scores)
+  order = jnp.argsort(scores, axis=1)
+  arrange = lambda x: jax.vmap(lambda row, index: row[index])(unflatten(x), order)
+  return DecodeResult(
+      sequences=arrange(final.sequences[:, 1 : max_decode_len + 1]),
+      scores=jnp.take_along_axis(scores, order, axis=1),
+      statistics=jax.tree.map(arrange, final.statistics),
+      trace=jax.tree.map(arrange, final.trace),
+  )
+
+
+def _window(rows: jax.Array, start: jax.Array, length: int) -> jax.Array:
+  """`rows[b, start[b] : start[b] + length]` of `[B, T]`."""
+  return jax.vmap(lambda row, i: jax.lax.dynamic_slice_in_dim(row, i, length))(rows, start)
+
+
+def _write(rows: jax.Array, values: jax.Array, start: jax.Array) -> jax.Array:
+  """`rows` `[B, T]` with `values` `[B, M]` from `start` `[B]` on."""
+  return jax.vmap(jax.lax.dynamic_update_slice_in_dim, (0, 0, 0, None))(rows, values, start, 0)
+
+
+def _log_probs(logits, p, tokens, rescale_log_probs):
+  """Log-probabilities `[B, M]` of `tokens`, of `p` or of the model's own distribution."""
+  index = tokens[..., None]
+  if rescale_log_probs:
+    return jnp.log(jnp.take_along_axis(p, index, axis=-1)[..., 0])
+  chosen = jnp.take_along_axis(logits, index, axis=-1)[..., 0]
+  return chosen - jax.nn.logsumexp(logits, axis=-1)

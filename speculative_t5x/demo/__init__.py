@@ -1,0 +1,1 @@
+"""The demo: an embedded pair, its tasks and held-out sentences."""

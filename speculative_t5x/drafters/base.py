@@ -1,0 +1,45 @@
+"""What a drafter is."""
+
+from typing import Any, NamedTuple, Protocol
+
+import jax
+
+
+class Proposal(NamedTuple):
+  """Drafts of one round.
+
+  Attributes:
+    tokens: int32 `[B, gamma]`.
+    probabilities: float32 `[B, gamma, V]`, the law that each token was drawn from; None when the
+      sampling rule is greedy, where the token says it all.
+    state: the drafter's state after drafting. Rolling back needs no call: what a drafter keeps is
+      addressed by position, and later drafts overwrite it.
+  """
+
+  tokens: jax.Array
+  probabilities: jax.Array | None
+  state: Any
+
+
+class Drafter(Protocol):
+  """Guesses the next gamma tokens of every row."""
+
+  def propose(
+      self, state: Any, sequences: jax.Array, positions: jax.Array, forced: jax.Array,
+      uniforms: jax.Array,
+  ) -> Proposal:
+    """Drafts one round.
+
+    Args:
+      state: from the caller at first, then from the last proposal; a pytree whose arrays have the
+        rows as leading axis.
+      sequences: int32 `[B, T]`, all tokens so far; index 0 holds the start token.
+      positions: int32 `[B]`, index of the last token that is known in each row.
+      forced: int32 `[B, gamma]`, prompt tokens at the drafted places, 0 where there is none. A
+        forced token is proposed with probability 1.
+      uniforms: float32 `[B, gamma]` in [0, 1), one for each draft.
+
+    Returns:
+      The proposal.
+    """
+    ...

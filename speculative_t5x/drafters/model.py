@@ -1,0 +1,60 @@
+"""A smaller model as drafter."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from speculative_t5x import sampling
+from speculative_t5x.drafters.base import Proposal
+from speculative_t5x.step import TokensToLogits, force_distribution, force_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelDrafter:
+  """Drafts with a model, one token after the other.
+
+  Attributes:
+    tokens_to_logits: the draft model's decode step; its cache is the drafter's state.
+    rule: the sampling rule that its tokens are drawn with.
+  """
+
+  tokens_to_logits: TokensToLogits
+  rule: sampling.SamplingRule
+
+  def propose(
+      self, state: Any, sequences: jax.Array, positions: jax.Array, forced: jax.Array,
+      uniforms: jax.Array,
+  ) -> Proposal:
+    """See `Drafter.propose`."""
+    # The last round emitted one or two tokens that this model has not seen: the target's, and
+    # before it the last draft if that was accepted. Both are ingested in one call; a token that
+    # was seen already is overwritten by itself. The very first token has no predecessor.
+    start = jnp.maximum(positions - 1, 0)
+    recent = jax.vmap(lambda row, i: jax.lax.dynamic_slice_in_dim(row, i, 2))(sequences, start)
+    logits, state = self.tokens_to_logits(recent, start, state)
+    logits = jnp.where((positions > 0)[:, None], logits[:, 1], logits[:, 0])
+    first, first_q = self._draw(logits, forced[:, 0], uniforms[:, 0])
+
+    def draft(carry, later):
+      state, token = carry
+      offset, forced_token, uniform = later
+      logits, state = self.tokens_to_logits(token[:, None], positions + offset, state)
+      token, q = self._draw(logits[:, 0], forced_token, uniform)
+      return (state, token), (token, q)
+
+    gamma = forced.shape[1]
+    rest = (jnp.arange(1, gamma, dtype=jnp.int32), forced[:, 1:].T, uniforms[:, 1:].T)
+    (state, _), (tokens, q) = jax.lax.scan(draft, (state, first), rest)
+    tokens = jnp.concatenate([first[None], tokens]).T
+    if q is not None:
+      q = jnp.moveaxis(jnp.concatenate([first_q[None], q]), 0, 1)
+    return Proposal(tokens, q, state)
+
+  def _draw(self, logits, forced_token, uniform):
+    """Draws a token `[B]` from logits `[B, V]`; returns it with its law, None if greedy."""
+    if self.rule.is_greedy:
+      return force_tokens(jnp.argmax(logits, -1).astype(jnp.int32), forced_token), None
+    q = force_distribution(self.rule.distribution(logits), forced_token)
+    return sampling.sample(q, uniform), q

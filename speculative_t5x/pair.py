@@ -1,0 +1,270 @@
+"""A target, a draft and the settings to decode with: what both commands and notebooks hold.
+
+`B` is the batch, `S` the input length, `L` the output length, `N` the decodes an example.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import gin
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from speculative_t5x import checkpoints, decoding, vocabularies
+from speculative_t5x.drafters import ModelDrafter
+from speculative_t5x.errors import UserError
+from speculative_t5x.network import T5Config, Transformer
+from speculative_t5x.sampling import SamplingRule
+from speculative_t5x.step import TokensToLogits
+
+gin.external_configurable(T5Config, module='speculative_t5x.network')
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """A network and its parameters.
+
+  Attributes:
+    module: the network.
+    params: its parameter tree.
+  """
+
+  module: Transformer
+  params: Mapping[str, Any]
+
+  @property
+  def num_parameters(self) -> int:
+    """How many numbers `params` holds."""
+    return sum(x.size for x in jax.tree.leaves(self.params))
+
+
+def tokens_to_logits(module: Transformer, params: Any, vocab_size: int) -> TokensToLogits:
+  """The decode step of `module`, its logits cut to the vocabulary.
+
+  Rows of the embedding beyond the vocabulary are padding: they get no probability, and a target
+  and a draft padded differently agree on `V`.
+  """
+  def step(tokens, positions, cache):
+    logits, cache = module.apply(
+        {'params': params}, tokens, positions, cache, method='decode_step'
+    )
+    return logits[..., :vocab_size], cache
+
+  return step
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pair:
+  """A target with its draft, ready to decode.
+
+  Attributes:
+    target: the model whose distribution the outputs follow.
+    draft: the model that guesses; None allows gamma 0 only.
+    vocabulary: of both models.
+    gamma: drafts a round.
+    sampling: the rule for target and draft.
+    draft_sampling: the draft's own rule; None is the target's.
+    num_decodes: outputs an input.
+    max_decode_steps: tokens an output at most; None is up to the length asked for.
+    rescale_log_probs: whether scores are of the adjusted distribution, see `speculative_decode`.
+
+  Raises:
+    UserError: gamma is out of range or has no draft, or an embedding is smaller than the
+      vocabulary.
+  """
+
+  target: Model
+  draft: Model | None
+  vocabulary: vocabularies.Vocabulary
+  gamma: int = 4
+  sampling: SamplingRule = SamplingRule()  # noqa: RUF009 - frozen
+  draft_sampling: SamplingRule | None = None
+  num_decodes: int = 1
+  max_decode_steps: int | None = None
+  rescale_log_probs: bool = False
+
+  def __post_init__(self):
+    check_gamma(self.gamma)
+    if self.gamma and self.draft is None:
+      raise UserError(f'draft: expected a model for gamma {self.gamma}, found none')
+    for name, model in (('target', self.target), ('draft', self.draft)):
+      if model is not None and model.module.config.vocab_size < self.vocabulary.size:
+        raise UserError(
+            f'{name} vocab_size: expected at least the vocabulary\'s {self.vocabulary.size}, '
+            f'found {model.module.config.vocab_size}'
+        )
+
+  def predict(
+      self, inputs: np.ndarray, *, max_length: int, seed: int = 0, gamma: int | None = None,
+      temperature: float | np.ndarray | None = None, prompts: np.ndarray | None = None,
+      example_index: np.ndarray | None = None, trace: bool = False,
+  ) -> decoding.DecodeResult:
+    """Decodes a batch in one compiled program.
+
+    Args:
+      inputs: int32 `[B, S]`, encoder tokens padded with 0.
+      max_length: `L`.
+      seed: of the randomness; the same seed gives an example the same output in any batch.
+      gamma: drafts a round; None is the pair's.
+      temperature: of this call, a float or one a row `[B]`; None is the pair's.
+      prompts: int32 `[B, P]`, `P <= L`, tokens that each output begins with, padded with 0.
+      example_index: int32 `[B]`, number of each example in the whole job; 0, 1, … when None.
+      trace: whether to record every round.
+
+    Returns:
+      A `DecodeResult` with leading axes `[B, N]`.
+
+    Raises:
+      UserError: a value is out of range.
+    """
+    gamma = self.gamma if gamma is None else gamma
+    check_gamma(gamma)
+    if gamma and self.draft is None:
+      raise UserError(f'draft: expected a model for gamma {gamma}, found none')
+    rule = self.sampling
+    if temperature is not None:
+      rule = dataclasses.replace(rule, temperature=temperature)
+    per_row = not isinstance(rule.temperature, (int, float))
+    decoder_inputs = np.zeros((inputs.shape[0], max_length), np.int32)
+    if prompts is not None:
+      if prompts.shape[1] >= max_length:
+        raise UserError(
+            f'prompts: expected less than max_length {max_length} tokens, found {prompts.shape[1]}'
+        )
+      decoder_inputs[:, 1 : 1 + prompts.shape[1]] = prompts
+    if example_index is None:
+      example_index = np.arange(inputs.shape[0])
+    program = self._program(
+        gamma, dataclasses.replace(rule, temperature=1.0) if per_row else rule, per_row, trace
+    )
+    return program(
+        self.target.params, None if self.draft is None or not gamma else self.draft.params,
+        jnp.asarray(inputs, jnp.int32), decoder_inputs, jnp.asarray(example_index, jnp.int32),
+        jax.random.key(seed), jnp.asarray(rule.temperature, jnp.float32) if per_row else None,
+    )
+
+  def plain(self, inputs: np.ndarray, **kwargs: Any) -> decoding.DecodeResult:
+    """`predict` without a draft: one target run a token."""
+    return self.predict(inputs, gamma=0, **kwargs)
+
+  @functools.lru_cache(maxsize=64)  # noqa: B019 - a pair lives as long as its programs
+  def _program(self, gamma: int, rule: SamplingRule, per_row: bool, trace: bool):
+    """The compiled decoding function of these static choices; jit adds the shapes."""
+
+    @jax.jit
+    def program(target_params, draft_params, inputs, decoder_inputs, example_index, rng, temperature):
+      target_rule = dataclasses.replace(rule, temperature=temperature) if per_row else rule
+      slots = decoding.cache_slots(decoder_inputs.shape[1], gamma)
+      start = lambda model, params: model.module.apply(
+          {'params': params}, inputs, slots, method='init_cache'
+      )
+      step = lambda model, params: tokens_to_logits(model.module, params, self.vocabulary.size)
+      drafter, draft_state = None, None
+      if gamma:
+        draft_rule = self.draft_sampling or target_rule
+        if per_row and self.draft_sampling is None:
+          draft_rule = dataclasses.replace(
+              rule, temperature=jnp.repeat(temperature, self.num_decodes)
+          )
+        drafter = ModelDrafter(step(self.draft, draft_params), draft_rule)
+        draft_state = start(self.draft, draft_params)
+      return decoding.speculative_decode(
+          decoder_inputs, start(self.target, target_params), step(self.target, target_params),
+          self.vocabulary.eos_id, gamma=gamma, drafter=drafter, draft_state=draft_state,
+          rule=target_rule, num_decodes=self.num_decodes, decode_rng=rng,
+          example_index=example_index, max_decode_steps=self.max_decode_steps,
+          rescale_log_probs=self.rescale_log_probs, trace=trace,
+      )
+
+    return program
+
+
+def check_gamma(gamma: int) -> None:
+  """Refuses a gamma below 0.
+
+  Raises:
+    UserError: it is.
+  """
+  if gamma < 0:
+    raise UserError(f'gamma: expected at least 0, found {gamma}')
+
+
+def load_model(path: str, config: T5Config, dtype: str = 'float32') -> Model:
+  """Reads a checkpoint into the network that `config` describes.
+
+  Args:
+    path: a T5X or Orbax checkpoint.
+    config: the network.
+    dtype: dtype of the parameters in memory.
+
+  Returns:
+    The model.
+
+  Raises:
+    UserError: the checkpoint cannot be read, or a parameter's name or shape differs.
+  """
+  module = Transformer(config)
+  tokens = jnp.ones((1, 1), jnp.int32)
+  like = jax.eval_shape(module.init, jax.random.key(0), tokens, tokens)['params']
+  params = checkpoints.load_params(path, like=like, dtype=dtype)
+  return Model(module, jax.tree.map(jnp.asarray, params))
+
+
+@gin.configurable
+def load_pair(
+    checkpoint_path: str = gin.REQUIRED,
+    draft_checkpoint_path: str | None = None,
+    target: T5Config = gin.REQUIRED,
+    draft: T5Config | None = None,
+    vocabulary_path: str = gin.REQUIRED,
+    extra_ids: int = 0,
+    draft_vocabulary_path: str | None = None,
+    gamma: int = 4,
+    temperature: float = 0.0,
+    topk: int = 0,
+    topp: float = 0.0,
+    num_decodes: int = 1,
+    max_decode_steps: int | None = None,
+    dtype: str = 'float32',
+) -> Pair:
+  """Loads a pair; everything cheap is checked before weights are read.
+
+  Args:
+    checkpoint_path: the target's checkpoint.
+    draft_checkpoint_path: the draft's checkpoint; None needs `gamma` 0.
+    target: the target's network.
+    draft: the draft's network.
+    vocabulary_path: SentencePiece model of the target.
+    extra_ids: sentinel ids behind its pieces.
+    draft_vocabulary_path: SentencePiece model of the draft; None is the target's.
+    gamma: drafts a round.
+    temperature: 0 is greedy.
+    topk: keep the k largest logits; 0 keeps all.
+    topp: keep the smallest set with at least this mass; 0 keeps all.
+    num_decodes: outputs an input.
+    max_decode_steps: tokens an output at most.
+    dtype: dtype of the parameters in memory.
+
+  Returns:
+    The pair.
+
+  Raises:
+    UserError: a setting is out of range, vocabularies differ, or a checkpoint cannot be read.
+  """
+  rule = SamplingRule(temperature, topk, topp)
+  check_gamma(gamma)
+  if gamma and (draft_checkpoint_path is None or draft is None):
+    raise UserError(f'draft: expected a checkpoint and a network for gamma {gamma}, found none')
+  vocabulary = vocabularies.load_vocabulary(vocabulary_path, extra_ids=extra_ids)
+  if draft_vocabulary_path is not None:
+    vocabularies.check_same(
+        vocabulary, vocabularies.load_vocabulary(draft_vocabulary_path, extra_ids=extra_ids)
+    )
+  draft_model = load_model(draft_checkpoint_path, draft, dtype) if gamma else None
+  return Pair(
+      target=load_model(checkpoint_path, target, dtype), draft=draft_model, vocabulary=vocabulary,
+      gamma=gamma, sampling=rule, num_decodes=num_decodes, max_decode_steps=max_decode_steps,
+  )

@@ -1,0 +1,45 @@
+"""The decode step that models offer to the loop, and tokens that a prompt forces on it."""
+
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+
+class TokensToLogits(Protocol):
+  """One call of a model on `M` tokens of every row."""
+
+  def __call__(
+      self, tokens: jax.Array, positions: jax.Array, cache: Any
+  ) -> tuple[jax.Array, Any]:
+    """Runs the model.
+
+    Args:
+      tokens: int32 `[B, M]`.
+      positions: int32 `[B]`, where `tokens[:, 0]` stands in its row. Keys and values overwrite
+        slots `positions … positions + M - 1`; what lies beyond is masked.
+      cache: the model's cache.
+
+    Returns:
+      float32 logits `[B, M, V]` of the token after each, and the cache.
+    """
+    ...
+
+
+def force_tokens(tokens: jax.Array, forced: jax.Array) -> jax.Array:
+  """`forced` where it is not 0, otherwise `tokens`; both int32 of one shape."""
+  return jnp.where(forced != 0, forced, tokens)
+
+
+def force_distribution(probabilities: jax.Array, forced: jax.Array) -> jax.Array:
+  """All mass on the forced token where there is one.
+
+  Args:
+    probabilities: float32 `[..., V]`.
+    forced: int32 `[...]`, 0 where nothing is forced.
+
+  Returns:
+    float32 `[..., V]`.
+  """
+  one_hot = jax.nn.one_hot(forced, probabilities.shape[-1], dtype=probabilities.dtype)
+  return jnp.where((forced != 0)[..., None], one_hot, probabilities)
