@@ -1,0 +1,1 @@
+"""Gin configs, a package so that T5X and an installed wheel find them."""

@@ -1,0 +1,1 @@
+"""Complete commands to start from."""

@@ -1,0 +1,152 @@
+"""Makes `tests/goldens/transformers_t5.npz`: logits of HuggingFace transformers' own T5.
+
+The tests read the file and need neither torch nor transformers. To make it again, in an
+environment of its own (made with torch 2.13.0 on CPU; the file names the versions):
+
+    pip install torch transformers numpy
+    python scripts/goldens/make_transformers_goldens.py
+
+Two networks, each with a decoder deeper than its encoder and heads that do not fill the residual
+stream: T5 1.0 (relu, tied logits) and T5 1.1 (gated gelu, untied). Sequences are longer than 128
+tokens, so that every bucket of the relative positions is used, and some inputs are padded.
+
+For each network NAME the file holds
+    NAME/config                   JSON, keyword arguments of `T5Config`
+    NAME/encoder_input_tokens     int32 [B, S], 0 is padding
+    NAME/decoder_input_tokens     int32 [B, M], begins with 0
+    NAME/logits                   float32 [B, M, V]
+    NAME/params/...               float32, by the names of our parameter tree
+"""
+
+import argparse
+import json
+import pathlib
+
+import numpy as np
+import torch
+import transformers
+
+OUTPUT = pathlib.Path(__file__).parents[2] / 'tests' / 'goldens' / 'transformers_t5.npz'
+
+SIZES = {
+    'vocab_size': 32, 'emb_dim': 12, 'num_heads': 3, 'num_encoder_layers': 2,
+    'num_decoder_layers': 3, 'head_dim': 5, 'mlp_dim': 20,
+}
+# Name -> (seed, our choices, the same choice in transformers' words).
+NETWORKS = {
+    't5_1_0': (0, {'mlp_activations': ['relu'], 'logits_via_embedding': True}, 'relu'),
+    't5_1_1': (1, {'mlp_activations': ['gelu', 'linear'], 'logits_via_embedding': False},
+               'gated-gelu'),
+}
+ENCODER_LENGTHS = (140, 33, 1)
+DECODER_LENGTH = 136
+
+
+def build(config: dict, feed_forward: str) -> transformers.T5ForConditionalGeneration:
+  """A transformers T5 with the sizes of `config`, every parameter random."""
+  tied = config['logits_via_embedding']
+  model = transformers.T5ForConditionalGeneration(transformers.T5Config(
+      vocab_size=config['vocab_size'], d_model=config['emb_dim'], num_heads=config['num_heads'],
+      num_layers=config['num_encoder_layers'], num_decoder_layers=config['num_decoder_layers'],
+      d_kv=config['head_dim'], d_ff=config['mlp_dim'], feed_forward_proj=feed_forward,
+      tie_word_embeddings=tied, dropout_rate=0.0, pad_token_id=0, decoder_start_token_id=0,
+      attn_implementation='eager',
+  )).eval()
+  embedded, output = model.shared.weight, model.lm_head.weight
+  assert (embedded.data_ptr() == output.data_ptr()) == tied, 'weights are not tied as configured'
+  with torch.no_grad():
+    for name, parameter in model.named_parameters():
+      # Initial layer norms are all ones and initial biases small: either would hide a wrong scale
+      # or a transposed table. Matrices keep their inputs' size, the query included, because an
+      # attention that is nearly one-hot would hide wrong biases.
+      if name.endswith('layer_norm.weight'):
+        parameter.uniform_(0.5, 1.5)
+      elif 'relative_attention_bias' in name or name == 'shared.weight':
+        parameter.normal_(0.0, 1.0)
+      else:
+        scale = parameter.shape[1] ** -0.5
+        parameter.normal_(0.0, scale * (0.5 if name.endswith('.q.weight') else 1.0))
+  return model
+
+
+def convert(model: transformers.T5ForConditionalGeneration, config: dict) -> dict[str, np.ndarray]:
+  """The parameters of `model` by the names of our tree, `/` between levels."""
+  state = {name: value.detach().numpy().copy() for name, value in model.state_dict().items()}
+  params = {'token_embedder/embedding': state['shared.weight']}
+
+  def attention(ours: str, theirs: str):
+    # torch keeps [out, in], flax [in, out].
+    for name, letter in (('query', 'q'), ('key', 'k'), ('value', 'v'), ('out', 'o')):
+      params[f'{ours}/{name}/kernel'] = state[f'{theirs}.{letter}.weight'].T
+
+  def mlp(ours: str, theirs: str):
+    branches = ('wi',) if len(config['mlp_activations']) == 1 else ('wi_0', 'wi_1')
+    for name in (*branches, 'wo'):
+      params[f'{ours}/{name}/kernel'] = state[f'{theirs}.{name}.weight'].T
+
+  for stack, depth in (('encoder', config['num_encoder_layers']),
+                       ('decoder', config['num_decoder_layers'])):
+    params[f'{stack}/{stack}_norm/scale'] = state[f'{stack}.final_layer_norm.weight']
+    first = f'{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight'
+    params[f'{stack}/relpos_bias/rel_embedding'] = state[first].T
+    for index in range(depth):
+      ours, theirs = f'{stack}/layers_{index}', f'{stack}.block.{index}.layer'
+      if stack == 'encoder':
+        attention(f'{ours}/attention', f'{theirs}.0.SelfAttention')
+        norms = ('pre_attention_layer_norm', 'pre_mlp_layer_norm')
+      else:
+        attention(f'{ours}/self_attention', f'{theirs}.0.SelfAttention')
+        attention(f'{ours}/encoder_decoder_attention', f'{theirs}.1.EncDecAttention')
+        norms = ('pre_self_attention_layer_norm', 'pre_cross_attention_layer_norm',
+                 'pre_mlp_layer_norm')
+      mlp(f'{ours}/mlp', f'{theirs}.{len(norms) - 1}.DenseReluDense')
+      for sublayer, name in enumerate(norms):
+        params[f'{ours}/{name}/scale'] = state[f'{theirs}.{sublayer}.layer_norm.weight']
+  if not config['logits_via_embedding']:
+    params['decoder/logits_dense/kernel'] = state['lm_head.weight'].T
+  return params
+
+
+def golden(seed: int, config: dict, feed_forward: str) -> dict[str, np.ndarray]:
+  """Config, inputs, parameters and logits of one network."""
+  torch.manual_seed(seed)
+  model = build(config, feed_forward)
+  random = np.random.default_rng(seed)
+  batch = len(ENCODER_LENGTHS)
+  encoder_tokens = random.integers(1, config['vocab_size'], (batch, max(ENCODER_LENGTHS)))
+  padding = np.arange(max(ENCODER_LENGTHS)) >= np.array(ENCODER_LENGTHS)[:, None]
+  encoder_tokens[padding] = 0
+  decoder_tokens = random.integers(1, config['vocab_size'], (batch, DECODER_LENGTH))
+  decoder_tokens[:, 0] = 0
+  with torch.no_grad():
+    logits = model(
+        input_ids=torch.tensor(encoder_tokens), attention_mask=torch.tensor(~padding).long(),
+        decoder_input_ids=torch.tensor(decoder_tokens), use_cache=False,
+    ).logits.numpy()
+  return {
+      'config': np.array(json.dumps(config)),
+      'encoder_input_tokens': encoder_tokens.astype(np.int32),
+      'decoder_input_tokens': decoder_tokens.astype(np.int32),
+      'logits': logits.astype(np.float32),
+      **{f'params/{name}': value for name, value in convert(model, config).items()},
+  }
+
+
+def main():
+  """Writes the file."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('--output', type=pathlib.Path, default=OUTPUT)
+  output = parser.parse_args().output
+  arrays = {
+      'versions': np.array(f'torch {torch.__version__}, transformers {transformers.__version__}')
+  }
+  for name, (seed, choices, feed_forward) in NETWORKS.items():
+    for key, value in golden(seed, {**SIZES, **choices}, feed_forward).items():
+      arrays[f'{name}/{key}'] = value
+  output.parent.mkdir(parents=True, exist_ok=True)
+  np.savez_compressed(output, **arrays)
+  print(f'{output}: {output.stat().st_size} bytes, {arrays["versions"]}')
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Sets everything up on a fresh machine, checks the style and runs the tests; arguments go to pytest.
+#
+#   bash scripts/test.sh
+#   bash scripts/test.sh tests/test_verification.py -k residual
+#
+# `scripts/environment.sh` tells how to choose the interpreter and the environment's folder.
+set -euo pipefail
+
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+make_environment '[test]'
+cd "$root"
+"$venv/bin/python" -m ruff check .
+# The tests' tolerances are those of float32 on a CPU; other devices round products by default.
+export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}
+exec "$venv/bin/python" -m pytest "$@"

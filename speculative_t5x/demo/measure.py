@@ -1,0 +1,209 @@
+"""Runs the pair on sentences: rounds for the eye, times for the table. Batch size 1 throughout."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from speculative_t5x.demo.results import Sentence, StepTimes, TaskResult, rounds_of_row
+from speculative_t5x.errors import UserError
+from speculative_t5x.pair import Model, Pair, tokens_to_logits
+from speculative_t5x.sampling import SamplingRule
+
+# Longest input and longest output, in tokens. A text takes the first row it fits into, so that
+# short texts do not pay for a long encoder and few programs are compiled.
+LENGTHS = ((64, 128), (256, 256), (1024, 1024))
+
+# Runs of a sentence and way of decoding; the median counts.
+REPEATS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+  """One encoded sentence.
+
+  Attributes:
+    inputs: text with prefix.
+    reference: text, or None.
+    tokens: int32 `[1, S]`, EOS behind the text, padded with 0.
+    max_length: `L`.
+  """
+
+  inputs: str
+  reference: str | None
+  tokens: np.ndarray
+  max_length: int
+
+
+def encode(pair: Pair, inputs: str, reference: str | None) -> Example:
+  """Encodes a text and chooses its lengths.
+
+  Args:
+    pair: for its vocabulary.
+    inputs: text with prefix.
+    reference: kept as it is.
+
+  Returns:
+    The example.
+
+  Raises:
+    UserError: the text is longer than the longest of `LENGTHS`.
+  """
+  ids = [*pair.vocabulary.encode(inputs), pair.vocabulary.eos_id]
+  for input_length, max_length in LENGTHS:
+    if len(ids) <= input_length:
+      tokens = np.zeros((1, input_length), np.int32)
+      tokens[0, : len(ids)] = ids
+      return Example(inputs, reference, tokens, max_length)
+  raise UserError(f'input: expected at most {LENGTHS[-1][0]} tokens, found {len(ids)}')
+
+
+def trace_sentence(
+    pair: Pair, example: Example, *, gamma: int, temperature: float, seed: int = 0
+) -> Sentence:
+  """Decodes one example and records its rounds.
+
+  Args:
+    pair: target and draft.
+    example: what to decode.
+    gamma: drafts a round, at least 1.
+    temperature: 0 is greedy.
+    seed: of the sampling.
+
+  Returns:
+    The sentence.
+  """
+  result = pair.predict(
+      example.tokens, max_length=example.max_length, seed=seed, gamma=gamma,
+      temperature=temperature, trace=True,
+  )
+  row = jax.tree.map(lambda x: np.asarray(x[0, 0]), result)
+  rounds = rounds_of_row(
+      row.trace.draft_tokens, row.trace.accepted, row.trace.next_token, pair.vocabulary.pieces()
+  )
+  text = pair.vocabulary.decode(output_ids(row.sequences, pair.vocabulary.eos_id))
+  return Sentence(example.inputs, text, example.reference, rounds)
+
+
+def output_ids(sequence: np.ndarray, eos_id: int) -> list[int]:
+  """The ids of one row `[L]` before EOS and padding."""
+  ends = np.flatnonzero((sequence == eos_id) | (sequence == 0))
+  return sequence[: ends[0] if ends.size else None].tolist()
+
+
+def measure_task(
+    pair: Pair, task: str, examples: Sequence[Example], sentences: Sequence[Sentence],
+    steps: StepTimes, *, gamma: int, temperature: float, seed: int = 0, repeats: int = REPEATS,
+    clock: Callable[[], float] = time.perf_counter,
+    on_sentence: Callable[[], None] = lambda: None,
+) -> TaskResult:
+  """Decodes examples plainly and speculatively, in turns, and sums up.
+
+  Both ways are run once before their time is taken. Then every sentence is decoded `repeats` times
+  each way, first the one, then the other, the order changing each time; its times are the medians.
+
+  Args:
+    pair: target and draft.
+    task: name for the result.
+    examples: what to decode.
+    sentences: goes into the result.
+    steps: goes into the result.
+    gamma: drafts a round, at least 1.
+    temperature: of both ways; 0 is greedy.
+    seed: of the sampling.
+    repeats: timed runs of a sentence each way.
+    clock: seconds.
+    on_sentence: called after each sentence.
+
+  Returns:
+    The task's figures.
+  """
+  run = lambda example, gamma: jax.block_until_ready(pair.predict(
+      example.tokens, max_length=example.max_length, seed=seed, gamma=gamma,
+      temperature=temperature,
+  ))
+  seconds = {0: 0.0, gamma: 0.0}
+  emitted = {0: 0, gamma: 0}
+  totals = {'rounds': 0, 'accepted': 0, 'rejected': 0}
+  identical = 0
+  for example in examples:
+    results = {way: run(example, way) for way in seconds}
+    times = {way: [] for way in seconds}
+    for repeat in range(repeats):
+      for way in (0, gamma) if repeat % 2 else (gamma, 0):
+        start = clock()
+        run(example, way)
+        times[way].append(clock() - start)
+    for way, result in results.items():
+      seconds[way] += statistics.median(times[way])
+      emitted[way] += int(result.statistics.emitted[0, 0])
+    for name in totals:
+      totals[name] += int(getattr(results[gamma].statistics, name)[0, 0])
+    identical += np.array_equal(results[0].sequences, results[gamma].sequences)
+    on_sentence()
+  return TaskResult(
+      task=task, gamma=gamma, temperature=temperature, sentences=sentences,
+      num_measured=len(examples), emitted=emitted[gamma],
+      identical=identical if SamplingRule(temperature).is_greedy else None,
+      plain_rate=emitted[0] / seconds[0],
+      speculative_rate=emitted[gamma] / seconds[gamma], steps=steps, **totals,
+  )
+
+
+def measure_steps(pair: Pair, gamma: int, *, repeats: int = 30) -> StepTimes:
+  """Times one decode step of the target on 1 and on gamma + 1 tokens, and of the draft on 1.
+
+  At the shortest of `LENGTHS`, in the middle of the output. The three are timed in turns.
+
+  Args:
+    pair: target and draft.
+    gamma: drafts a round, at least 1.
+    repeats: timings of each; the median counts.
+
+  Returns:
+    Seconds a step.
+  """
+  runs = [
+      _steps(pair.target, pair.vocabulary.size, 1, gamma),
+      _steps(pair.target, pair.vocabulary.size, gamma + 1, gamma),
+      _steps(pair.draft, pair.vocabulary.size, 1, gamma),
+  ]
+  times = [[] for _ in runs]
+  for repeat in range(repeats + 1):
+    for run, taken in zip(runs, times, strict=True):
+      start = time.perf_counter()
+      jax.block_until_ready(run())
+      if repeat:  # The first run compiles.
+        taken.append((time.perf_counter() - start) / _STEPS_A_TIMING)
+  return StepTimes(*(statistics.median(taken) for taken in times))
+
+
+# Steps are timed several at a time inside one program, or the time to start a program, which the
+# decoding loop does not pay, would be counted as the small draft's own.
+_STEPS_A_TIMING = 8
+
+
+def _steps(model: Model, vocab_size: int, num_tokens: int, gamma: int) -> Callable[[], jax.Array]:
+  """A function that runs `_STEPS_A_TIMING` decode steps, each on the tokens of the one before."""
+  input_length, max_length = LENGTHS[0]
+  inputs = jnp.ones((1, input_length), jnp.int32)
+  slots = max_length + gamma + 1
+  cache = model.module.apply({'params': model.params}, inputs, slots, method='init_cache')
+
+  @jax.jit
+  def program(params, cache):
+    step = tokens_to_logits(model.module, params, vocab_size)
+
+    def body(_, carry):
+      tokens, cache = carry
+      logits, cache = step(tokens, jnp.full(1, max_length // 2, jnp.int32), cache)
+      return jnp.argmax(logits, -1).astype(jnp.int32), cache
+
+    tokens = jnp.ones((1, num_tokens), jnp.int32)
+    return jax.lax.fori_loop(0, _STEPS_A_TIMING, body, (tokens, cache))[0]
+
+  return lambda: program(model.params, cache)

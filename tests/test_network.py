@@ -1,0 +1,357 @@
+"""The network: against transformers' T5, its decode step against itself, and T5X's tree."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from speculative_t5x.network import T5Config, Transformer, transformer
+
+GOLDENS = pathlib.Path(__file__).parent / 'goldens' / 'transformers_t5.npz'
+
+T5_1_0 = T5Config(
+    vocab_size=29, emb_dim=16, num_heads=3, num_encoder_layers=2, num_decoder_layers=3, head_dim=6,
+    mlp_dim=20, mlp_activations=('relu',), logits_via_embedding=True,
+)
+T5_1_1 = dataclasses.replace(
+    T5_1_0, num_encoder_layers=3, num_decoder_layers=2, mlp_activations=('gelu', 'linear'),
+    logits_via_embedding=False,
+)
+CONFIGS = pytest.mark.parametrize('config', [T5_1_0, T5_1_1], ids=['t5_1_0', 't5_1_1'])
+BATCHES = pytest.mark.parametrize('batch', [1, 4])
+
+INPUT_LENGTH = 11
+LENGTH = 24
+# Every chunk length costs a compilation.
+CHUNKS = (1, 3, 6)
+# Decoding may run past the end of the text by one chunk.
+NUM_SLOTS = LENGTH + max(CHUNKS)
+
+
+def flatten(tree):
+  return flax.traverse_util.flatten_dict(flax.core.unfreeze(tree), sep='/')
+
+
+@functools.cache
+def initialised(config):
+  """The parameters of `config`; all scales and biases away from their initial values."""
+  tokens = jnp.ones((1, 2), jnp.int32)
+  params = Transformer(config).init(jax.random.key(0), tokens, tokens)['params']
+  leaves, tree = jax.tree.flatten(params)
+  keys = jax.random.split(jax.random.key(1), len(leaves))
+  return tree.unflatten([
+      leaf + 0.2 * jax.random.normal(key, leaf.shape)
+      for leaf, key in zip(leaves, keys, strict=True)
+  ])
+
+
+def texts(config, batch, seed=0):
+  """Encoder tokens `[batch, INPUT_LENGTH]`, rows padded, and decoder tokens `[batch, LENGTH]`."""
+  random = np.random.default_rng(seed)
+  inputs = random.integers(1, config.vocab_size, (batch, INPUT_LENGTH))
+  inputs[np.arange(INPUT_LENGTH) >= random.integers(3, INPUT_LENGTH, batch)[:, None]] = 0
+  tokens = random.integers(1, config.vocab_size, (batch, LENGTH))
+  tokens[:, 0] = 0
+  return inputs.astype(np.int32), tokens.astype(np.int32)
+
+
+def apply(config, *args, method='__call__'):
+  return Transformer(config).apply({'params': initialised(config)}, *args, method=method)
+
+
+def stepper(config):
+  """A compiled `decode_step`; a new one is traced anew, which a patched function needs."""
+  return jax.jit(lambda *args: apply(config, *args, method='decode_step'))
+
+
+def assert_chunks_match(config, batch, chunks, *, wrong, seed=0):
+  """Decodes a text in chunks at every row's own position and compares with teacher forcing.
+
+  Args:
+    config: the network.
+    batch: rows.
+    chunks: lengths, one of which is drawn for each call.
+    wrong: whether the tail of a chunk is wrong at random, as drafts are, and whether rows fall
+      back at random, even behind where the chunk began. The text goes on by overwriting.
+    seed: of everything that is drawn.
+
+  Raises:
+    AssertionError: a logit of a right prefix differs by more than 1e-5.
+  """
+  random = np.random.default_rng(seed)
+  inputs, tokens = texts(config, batch, seed)
+  expected = np.asarray(apply(config, inputs, tokens))
+  cache = apply(config, inputs, NUM_SLOTS, method='init_cache')
+  step = stepper(config)
+  positions = np.zeros(batch, np.int32)
+  seen = np.zeros((batch, LENGTH), int)
+  padded = np.pad(tokens, ((0, 0), (0, max(CHUNKS))), constant_values=1)
+  while not seen.all():
+    length = random.choice(chunks)
+    index = positions[:, None] + np.arange(length)
+    chunk = np.take_along_axis(padded, index, 1)
+    num_right = np.minimum(length, LENGTH - positions)
+    if wrong:
+      num_right = np.minimum(num_right, random.integers(1, length + 1, batch))
+      shift = random.integers(1, config.vocab_size, chunk.shape)
+      chunk = np.where(
+          np.arange(length) < num_right[:, None], chunk, (chunk + shift) % config.vocab_size
+      )
+    logits, cache = step(chunk.astype(np.int32), positions, cache)
+    assert logits.dtype == jnp.float32 and logits.shape == (batch, length, config.vocab_size)
+    for row, (start, right) in enumerate(zip(positions, num_right, strict=True)):
+      found = np.asarray(logits[row, :right])
+      np.testing.assert_allclose(
+          found, expected[row, start : start + right], rtol=0, atol=1e-5,
+          err_msg=f'row {row}, positions {start} to {start + right - 1}',
+      )
+      seen[row, start : start + right] += 1
+    if wrong:
+      back = np.where(random.random(batch) < 0.3, random.integers(0, 2 * max(CHUNKS), batch), 0)
+      positions = np.maximum(positions + num_right - back, 0)
+    else:
+      positions = positions + num_right
+    # A finished row stays at the last token while the others go on.
+    positions = np.minimum(positions, LENGTH - 1).astype(np.int32)
+
+
+@pytest.mark.parametrize('name', ['t5_1_0', 't5_1_1'])
+def test_logits_equal_transformers(name):
+  with np.load(GOLDENS) as arrays:
+    golden = {
+        key.removeprefix(f'{name}/'): value for key, value in arrays.items()
+        if key.startswith(f'{name}/')
+    }
+  config = T5Config(**json.loads(str(golden['config'])))
+  params = {
+      key.removeprefix('params/'): value for key, value in golden.items()
+      if key.startswith('params/')
+  }
+  model = Transformer(config)
+  inputs, tokens = golden['encoder_input_tokens'], golden['decoder_input_tokens']
+  expected_shapes = flatten(jax.eval_shape(model.init, jax.random.key(0), inputs, tokens)['params'])
+  assert {k: v.shape for k, v in params.items()} == {k: v.shape for k, v in expected_shapes.items()}
+  assert (inputs == 0).any() and config.num_encoder_layers != config.num_decoder_layers
+  params = flax.traverse_util.unflatten_dict(params, sep='/')
+  logits = model.apply({'params': params}, inputs, tokens)
+  assert logits.dtype == jnp.float32
+  np.testing.assert_allclose(logits, golden['logits'], rtol=0, atol=1e-4)
+  # A network that ignored its parameters' details would not be this far from a constant.
+  assert golden['logits'].std() > 0.5
+
+
+@CONFIGS
+@BATCHES
+def test_one_token_a_step_equals_teacher_forcing(config, batch):
+  assert_chunks_match(config, batch, (1,), wrong=False)
+
+
+@CONFIGS
+@BATCHES
+def test_chunks_equal_teacher_forcing(config, batch):
+  assert_chunks_match(config, batch, CHUNKS, wrong=False, seed=1)
+
+
+@CONFIGS
+@BATCHES
+@pytest.mark.parametrize('seed', [2, 3])
+def test_rollback_after_wrong_drafts_equals_teacher_forcing(config, batch, seed):
+  assert_chunks_match(config, batch, CHUNKS, wrong=True, seed=seed)
+
+
+@BATCHES
+def test_rollback_test_detects_a_cache_that_adds(monkeypatch, batch):
+  overwrite = transformer.write_slots
+
+  def add(cache, new, positions):
+    written = overwrite(jnp.zeros_like(cache), new, positions)
+    return cache + written
+
+  monkeypatch.setattr(transformer, 'write_slots', add)
+  # Slots start at zero, so without rollback adding is as good as overwriting.
+  assert_chunks_match(T5_1_0, 1, (1,), wrong=False)
+  with pytest.raises(AssertionError, match='row'):
+    assert_chunks_match(T5_1_0, batch, CHUNKS, wrong=True, seed=2)
+
+
+@BATCHES
+def test_write_slots_overwrites_each_row_at_its_own_position(batch):
+  random = np.random.default_rng(0)
+  cache = random.normal(size=(batch, 2, 9, 3)).astype(np.float32)
+  new = random.normal(size=(batch, 2, 4, 3)).astype(np.float32)
+  positions = random.permutation(6)[:batch].astype(np.int32)
+  expected = cache.copy()
+  for row, start in enumerate(positions):
+    expected[row, :, start : start + 4] = new[row]
+  found = transformer.write_slots(jnp.asarray(cache), jnp.asarray(new), jnp.asarray(positions))
+  np.testing.assert_array_equal(found, expected)
+
+
+@CONFIGS
+@BATCHES
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_stale_slots_have_no_influence(config, batch, dtype):
+  config = dataclasses.replace(config, dtype=dtype)
+  inputs, tokens = texts(config, batch)
+  cache = apply(config, inputs, NUM_SLOTS, method='init_cache')
+  step = stepper(config)
+  _, cache = step(tokens[:, :18], np.zeros(batch, np.int32), cache)
+  positions = np.random.default_rng(0).integers(1, 14, batch).astype(np.int32)
+  stale = (np.arange(NUM_SLOTS) >= positions[:, None])[:, None, :, None]
+  chunk = tokens[:, :3]
+  # Keys stop short of what an additive mask of -1e10 hides; values need not.
+  fill = lambda arrays, value: tuple(jnp.where(stale, value, array) for array in arrays)
+  huge = cache.replace(
+      self_keys=fill(cache.self_keys, 1e6), self_values=fill(cache.self_values, -1e30)
+  )
+  zero = cache.replace(
+      self_keys=fill(cache.self_keys, 0.0), self_values=fill(cache.self_values, 0.0)
+  )
+  expected, _ = step(chunk, positions, zero)
+  for stale_cache in (cache, huge):
+    logits, _ = step(chunk, positions, stale_cache)
+    np.testing.assert_array_equal(logits, expected)
+  # Slots before the position do count.
+  live = cache.replace(self_values=tuple(jnp.where(stale, v, v + 1) for v in cache.self_values))
+  logits, _ = step(chunk, positions, live)
+  assert np.abs(logits - expected).max(axis=(1, 2)).min() > 1e-2
+
+
+@CONFIGS
+def test_later_tokens_and_padding_have_no_influence(config):
+  inputs, tokens = texts(config, 3)
+  expected = np.asarray(apply(config, inputs, tokens))
+  changed = tokens.copy()
+  changed[:, 10:] = (changed[:, 10:] + 1) % config.vocab_size
+  logits = np.asarray(apply(config, inputs, changed))
+  np.testing.assert_allclose(logits[:, :10], expected[:, :10], rtol=0, atol=1e-6)
+  assert np.abs(logits[:, 10:] - expected[:, 10:]).max() > 1e-2
+  longer = np.pad(inputs, ((0, 0), (0, 5)))
+  np.testing.assert_allclose(apply(config, longer, tokens), expected, rtol=0, atol=1e-5)
+
+
+@CONFIGS
+def test_row_of_a_batch_equals_the_row_alone(config):
+  inputs, tokens = texts(config, 4)
+  together = apply(config, inputs, tokens)
+  for row in range(4):
+    alone = apply(config, inputs[row : row + 1], tokens[row : row + 1])
+    np.testing.assert_allclose(together[row], alone[0], rtol=0, atol=1e-5)
+
+
+@CONFIGS
+@BATCHES
+def test_bfloat16_activations_stay_near_float32(config, batch):
+  inputs, tokens = texts(config, batch)
+  half = dataclasses.replace(config, dtype='bfloat16')
+  # The same float32 parameters, whatever the activations are.
+  variables = {'params': initialised(config)}
+  assert all(v.dtype == jnp.float32 for v in jax.tree.leaves(initialised(half)))
+  expected = Transformer(config).apply(variables, inputs, tokens)
+  logits = Transformer(half).apply(variables, inputs, tokens)
+  assert logits.dtype == jnp.float32
+  assert Transformer(half).apply(variables, inputs, method='encode').dtype == jnp.bfloat16
+  difference = np.abs(logits - expected)
+  # bfloat16 has 8 bits: visible, and small beside the spread of the logits.
+  assert 0 < difference.mean() < 0.03 * expected.std()
+  assert difference.max() < 0.25 * expected.std()
+
+  cache = Transformer(half).apply(variables, inputs, NUM_SLOTS, method='init_cache')
+  assert cache.self_keys[0].dtype == cache.cross_values[0].dtype == jnp.bfloat16
+  step = jax.jit(lambda *args: Transformer(half).apply(variables, *args, method='decode_step'))
+  for start in range(0, LENGTH, 6):
+    stepped, cache = step(tokens[:, start : start + 6], np.full(batch, start, np.int32), cache)
+    assert stepped.dtype == jnp.float32
+    assert np.abs(stepped - expected[:, start : start + 6]).max() < 0.25 * expected.std()
+
+
+def test_bfloat16_parameters_run_and_give_float32_logits():
+  config = dataclasses.replace(T5_1_1, dtype='bfloat16')
+  inputs, tokens = texts(config, 2)
+  params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), initialised(config))
+  logits = Transformer(config).apply({'params': params}, inputs, tokens)
+  expected = apply(T5_1_1, inputs, tokens)
+  assert logits.dtype == jnp.float32
+  assert np.abs(logits - expected).mean() < 0.03 * expected.std()
+
+
+def test_cross_attention_is_not_computed_in_a_step():
+  """A step multiplies nothing as long as the encoder's input by a kernel."""
+  inputs, tokens = texts(T5_1_0, 2)
+  cache = apply(T5_1_0, inputs, NUM_SLOTS, method='init_cache')
+  params = {'params': initialised(T5_1_0)}
+  step = lambda params, *args: Transformer(T5_1_0).apply(params, *args, method='decode_step')
+  jaxpr = jax.make_jaxpr(step)(params, tokens[:, :1], np.zeros(2, np.int32), cache)
+  _, new_cache = step(params, tokens[:, :1], np.zeros(2, np.int32), cache)
+  for name in ('cross_keys', 'cross_values', 'cross_bias'):
+    for before, after in zip(
+        jax.tree.leaves(getattr(cache, name)), jax.tree.leaves(getattr(new_cache, name)),
+        strict=True,
+    ):
+      assert before is after
+  # Query, key, value and output of self-attention, query and output of cross-attention, wi and wo;
+  # two products in each of both attentions; the logits.
+  dots = str(jaxpr).count(' dot_general[')
+  assert dots == T5_1_0.num_decoder_layers * (8 + 4) + 1
+
+
+def test_dropout_only_where_asked_for():
+  config = dataclasses.replace(T5_1_1, dropout_rate=0.5)
+  inputs, tokens = texts(config, 2)
+  variables = {'params': initialised(T5_1_1)}
+  expected = apply(T5_1_1, inputs, tokens)
+  np.testing.assert_array_equal(Transformer(config).apply(variables, inputs, tokens), expected)
+  dropped = Transformer(config).apply(
+      variables, inputs, tokens, enable_dropout=True, rngs={'dropout': jax.random.key(0)}
+  )
+  assert np.abs(dropped - expected).mean() > 1e-2
+
+
+def test_public_checkpoint_has_our_tree(shared_data):
+  path = shared_data / 'test_t5_tiny.checkpoint_0'
+  params = flax.serialization.msgpack_restore(path.read_bytes())['optimizer']['target']
+  config = T5Config(
+      vocab_size=32128, emb_dim=8, num_heads=4, num_encoder_layers=2, num_decoder_layers=2,
+      head_dim=3, mlp_dim=16, mlp_activations=('gelu', 'linear'),
+  )
+  model = Transformer(config)
+  inputs = np.array([[5, 31999, 7, 1, 0, 0], [100, 3, 2, 9, 8, 1]], np.int32)
+  tokens = np.array([[0, 4, 12000], [0, 77, 1]], np.int32)
+  ours = jax.eval_shape(model.init, jax.random.key(0), inputs, tokens)['params']
+  assert {name: (value.shape, value.dtype) for name, value in flatten(params).items()} == {
+      name: (value.shape, value.dtype) for name, value in flatten(ours).items()
+  }
+  logits = model.apply({'params': params}, inputs, tokens)
+  assert logits.shape == (2, 3, 32128) and np.isfinite(logits).all()
+  assert logits.std() > 0
+
+
+@pytest.mark.parametrize('change, message', [
+    *(({name: 0}, f'{name}: expected at least 1, found 0') for name in (
+        'vocab_size', 'emb_dim', 'num_heads', 'num_encoder_layers', 'num_decoder_layers',
+        'head_dim', 'mlp_dim',
+    )),
+    ({'num_heads': -2}, 'num_heads: expected at least 1, found -2'),
+    ({'dropout_rate': 1.0}, 'dropout_rate: expected .*, found 1.0'),
+    ({'dropout_rate': -0.1}, 'dropout_rate: expected .*, found -0.1'),
+    ({'mlp_activations': ()}, 'mlp_activations: expected names among'),
+    ({'mlp_activations': ('gelu', 'tanh')}, "mlp_activations: .*found .*'tanh'"),
+    ({'mlp_activations': 'relu'}, 'mlp_activations: expected names among'),
+    ({'dtype': 'float16'}, 'dtype: expected float32 or bfloat16, found float16'),
+    ({'dtype': 'int32'}, 'dtype: expected float32 or bfloat16, found int32'),
+])
+def test_config_refuses(change, message):
+  with pytest.raises(ValueError, match=message):
+    dataclasses.replace(T5_1_0, **change)
+
+
+def test_config_takes_what_gin_hands_over():
+  config = T5Config(vocab_size=8, mlp_activations=['gelu', 'linear'], dtype=jnp.bfloat16)
+  same = T5Config(vocab_size=8, mlp_activations=('gelu', 'linear'), dtype='bfloat16')
+  assert config == same and hash(config) == hash(same)
