@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from speculative_t5x import checkpoints, decoding, vocabularies
+from speculative_t5x import checkpoints, decoding, paths, vocabularies
 from speculative_t5x.drafters import ModelDrafter
 from speculative_t5x.errors import UserError
 from speculative_t5x.network import T5Config, Transformer
@@ -93,7 +93,7 @@ class Pair:
     for name, model in (('target', self.target), ('draft', self.draft)):
       if model is not None and model.module.config.vocab_size < self.vocabulary.size:
         raise UserError(
-            f'{name} vocab_size: expected at least the vocabulary\'s {self.vocabulary.size}, '
+            f"{name} vocab_size: expected at least the vocabulary's {self.vocabulary.size}, "
             f'found {model.module.config.vocab_size}'
         )
 
@@ -155,7 +155,9 @@ class Pair:
     """The compiled decoding function of these static choices; jit adds the shapes."""
 
     @jax.jit
-    def program(target_params, draft_params, inputs, decoder_inputs, example_index, rng, temperature):
+    def program(
+        target_params, draft_params, inputs, decoder_inputs, example_index, rng, temperature
+    ):
       target_rule = dataclasses.replace(rule, temperature=temperature) if per_row else rule
       slots = decoding.cache_slots(decoder_inputs.shape[1], gamma)
       start = lambda model, params: model.module.apply(
@@ -209,7 +211,7 @@ def load_model(path: str, config: T5Config, dtype: str = 'float32') -> Model:
   module = Transformer(config)
   tokens = jnp.ones((1, 1), jnp.int32)
   like = jax.eval_shape(module.init, jax.random.key(0), tokens, tokens)['params']
-  params = checkpoints.load_params(path, like=like, dtype=dtype)
+  params = checkpoints.load_params(paths.resolve(path), like=like, dtype=dtype)
   return Model(module, jax.tree.map(jnp.asarray, params))
 
 
@@ -248,6 +250,8 @@ def load_pair(
     max_decode_steps: tokens an output at most.
     dtype: dtype of the parameters in memory.
 
+  Paths may also name files of the installed package, see `paths.resolve`.
+
   Returns:
     The pair.
 
@@ -258,10 +262,11 @@ def load_pair(
   check_gamma(gamma)
   if gamma and (draft_checkpoint_path is None or draft is None):
     raise UserError(f'draft: expected a checkpoint and a network for gamma {gamma}, found none')
-  vocabulary = vocabularies.load_vocabulary(vocabulary_path, extra_ids=extra_ids)
+  vocabulary = vocabularies.load_vocabulary(paths.resolve(vocabulary_path), extra_ids=extra_ids)
   if draft_vocabulary_path is not None:
     vocabularies.check_same(
-        vocabulary, vocabularies.load_vocabulary(draft_vocabulary_path, extra_ids=extra_ids)
+        vocabulary,
+        vocabularies.load_vocabulary(paths.resolve(draft_vocabulary_path), extra_ids=extra_ids),
     )
   draft_model = load_model(draft_checkpoint_path, draft, dtype) if gamma else None
   return Pair(

@@ -224,7 +224,7 @@ def test_file_of_another_format(tmp_path, text):
 
 def test_file_of_another_tree(tmp_path):
   write_msgpack(tmp_path / 'file', {'weights': {'layer': np.ones(2)}})
-  assert "found none (only: weights)" in message_of(tmp_path / 'file')
+  assert 'found none (only: weights)' in message_of(tmp_path / 'file')
 
 
 @pytest.mark.parametrize('share', [0.0, 0.3, 0.99])
@@ -276,7 +276,7 @@ def test_damaged_orbax(tmp_path, ocdbt):
   assert 'parameter ' in message_of(path)
   content = (path / '_METADATA').read_bytes()
   (path / '_METADATA').write_bytes(content[:len(content) // 2])
-  assert "truncated or damaged" in message_of(path)
+  assert 'truncated or damaged' in message_of(path)
 
 
 def test_first_parameter_that_differs_is_named(tmp_path):

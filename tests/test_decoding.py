@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
+
 import toy
 from speculative_t5x import analysis, decoding, sampling, verification
 from speculative_t5x.drafters import ModelDrafter
@@ -166,7 +167,8 @@ def test_a_row_is_what_it_is_alone(temperature):
 
 
 def test_seeds():
-  run = functools.partial(decode, TARGET, DRAFT, gamma=3, rule=SamplingRule(1.0), batch=20, length=9)
+  run = functools.partial(
+      decode, TARGET, DRAFT, gamma=3, rule=SamplingRule(1.0), batch=20, length=9)
   np.testing.assert_array_equal(run(seed=1).sequences, run(seed=1).sequences)
   assert (np.asarray(run(seed=1).sequences) != np.asarray(run(seed=2).sequences)).any()
 
@@ -187,7 +189,7 @@ def test_scores_are_the_targets_log_probabilities(rescale):
   rule = SamplingRule(0.8, topk=3)
   result = decode(TARGET, DRAFT, gamma=2, rule=rule, batch=50, length=6, rescale_log_probs=rescale)
   law = rule if rescale else SamplingRule(1.0)
-  exact = {k: v for k, v in TARGET.exact(6, law).items()}
+  exact = TARGET.exact(6, law)
   for sequence, score in zip(np.asarray(result.sequences[:, 0]), result.scores[:, 0], strict=True):
     assert float(score) == pytest.approx(np.log(exact[tuple(int(t) for t in sequence)]), abs=1e-4)
 

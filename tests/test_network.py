@@ -16,11 +16,11 @@ from speculative_t5x.network import T5Config, Transformer, transformer
 GOLDENS = pathlib.Path(__file__).parent / 'goldens' / 'transformers_t5.npz'
 
 T5_1_0 = T5Config(
-    vocab_size=29, emb_dim=16, num_heads=3, num_encoder_layers=2, num_decoder_layers=3, head_dim=6,
+    vocab_size=29, emb_dim=16, num_heads=3, num_encoder_layers=1, num_decoder_layers=2, head_dim=6,
     mlp_dim=20, mlp_activations=('relu',), logits_via_embedding=True,
 )
 T5_1_1 = dataclasses.replace(
-    T5_1_0, num_encoder_layers=3, num_decoder_layers=2, mlp_activations=('gelu', 'linear'),
+    T5_1_0, num_encoder_layers=2, num_decoder_layers=1, mlp_activations=('gelu', 'linear'),
     logits_via_embedding=False,
 )
 CONFIGS = pytest.mark.parametrize('config', [T5_1_0, T5_1_1], ids=['t5_1_0', 't5_1_1'])
@@ -39,16 +39,25 @@ def flatten(tree):
 
 
 @functools.cache
-def initialised(config):
-  """The parameters of `config`; all scales and biases away from their initial values."""
+def random_params(config):
+  """Parameters for `config`, none at its initial value: ones would hide a scale left out."""
   tokens = jnp.ones((1, 2), jnp.int32)
-  params = Transformer(config).init(jax.random.key(0), tokens, tokens)['params']
-  leaves, tree = jax.tree.flatten(params)
-  keys = jax.random.split(jax.random.key(1), len(leaves))
-  return tree.unflatten([
-      leaf + 0.2 * jax.random.normal(key, leaf.shape)
-      for leaf, key in zip(leaves, keys, strict=True)
-  ])
+  shapes = jax.eval_shape(Transformer(config).init, jax.random.key(0), tokens, tokens)['params']
+  random = np.random.default_rng(0)
+
+  def draw(path, leaf):
+    match path[-1].key:
+      case 'scale':
+        value = random.uniform(0.5, 1.5, leaf.shape)
+      case 'kernel':
+        value = random.normal(size=leaf.shape) * leaf.shape[0] ** -0.5
+        # Attention that is nearly one-hot would hide wrong biases and magnify rounding.
+        value *= config.head_dim ** -0.5 if path[-2].key == 'query' else 1.0
+      case _:
+        value = random.normal(size=leaf.shape)
+    return value.astype(np.float32)
+
+  return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
 def texts(config, batch, seed=0):
@@ -61,13 +70,15 @@ def texts(config, batch, seed=0):
   return inputs.astype(np.int32), tokens.astype(np.int32)
 
 
-def apply(config, *args, method='__call__'):
-  return Transformer(config).apply({'params': initialised(config)}, *args, method=method)
+@functools.cache
+def compiled(config, method='__call__'):
+  """A compiled method of the network: `(params, *args) -> ...`; the slots of a cache are static."""
+  run = lambda params, *args: Transformer(config).apply({'params': params}, *args, method=method)
+  return jax.jit(run, static_argnums=2 if method == 'init_cache' else ())
 
 
-def stepper(config):
-  """A compiled `decode_step`; a new one is traced anew, which a patched function needs."""
-  return jax.jit(lambda *args: apply(config, *args, method='decode_step'))
+def apply(config, *args, method='__call__', params=None):
+  return compiled(config, method)(random_params(config) if params is None else params, *args)
 
 
 def assert_chunks_match(config, batch, chunks, *, wrong, seed=0):
@@ -88,7 +99,6 @@ def assert_chunks_match(config, batch, chunks, *, wrong, seed=0):
   inputs, tokens = texts(config, batch, seed)
   expected = np.asarray(apply(config, inputs, tokens))
   cache = apply(config, inputs, NUM_SLOTS, method='init_cache')
-  step = stepper(config)
   positions = np.zeros(batch, np.int32)
   seen = np.zeros((batch, LENGTH), int)
   padded = np.pad(tokens, ((0, 0), (0, max(CHUNKS))), constant_values=1)
@@ -103,10 +113,13 @@ def assert_chunks_match(config, batch, chunks, *, wrong, seed=0):
       chunk = np.where(
           np.arange(length) < num_right[:, None], chunk, (chunk + shift) % config.vocab_size
       )
-    logits, cache = step(chunk.astype(np.int32), positions, cache)
+    logits, cache = apply(
+        config, chunk.astype(np.int32), positions, cache, method='decode_step'
+    )
+    logits = np.asarray(logits)
     assert logits.dtype == jnp.float32 and logits.shape == (batch, length, config.vocab_size)
     for row, (start, right) in enumerate(zip(positions, num_right, strict=True)):
-      found = np.asarray(logits[row, :right])
+      found = logits[row, :right]
       np.testing.assert_allclose(
           found, expected[row, start : start + right], rtol=0, atol=1e-5,
           err_msg=f'row {row}, positions {start} to {start + right - 1}',
@@ -133,13 +146,12 @@ def test_logits_equal_transformers(name):
       key.removeprefix('params/'): value for key, value in golden.items()
       if key.startswith('params/')
   }
-  model = Transformer(config)
   inputs, tokens = golden['encoder_input_tokens'], golden['decoder_input_tokens']
-  expected_shapes = flatten(jax.eval_shape(model.init, jax.random.key(0), inputs, tokens)['params'])
-  assert {k: v.shape for k, v in params.items()} == {k: v.shape for k, v in expected_shapes.items()}
+  ours = jax.eval_shape(Transformer(config).init, jax.random.key(0), inputs, tokens)['params']
+  assert {k: v.shape for k, v in params.items()} == {k: v.shape for k, v in flatten(ours).items()}
   assert (inputs == 0).any() and config.num_encoder_layers != config.num_decoder_layers
   params = flax.traverse_util.unflatten_dict(params, sep='/')
-  logits = model.apply({'params': params}, inputs, tokens)
+  logits = apply(config, inputs, tokens, params=params)
   assert logits.dtype == jnp.float32
   np.testing.assert_allclose(logits, golden['logits'], rtol=0, atol=1e-4)
   # A network that ignored its parameters' details would not be this far from a constant.
@@ -166,7 +178,7 @@ def test_rollback_after_wrong_drafts_equals_teacher_forcing(config, batch, seed)
 
 
 @BATCHES
-def test_rollback_test_detects_a_cache_that_adds(monkeypatch, batch):
+def test_rollback_test_detects_a_cache_that_adds(monkeypatch, request, batch):
   overwrite = transformer.write_slots
 
   def add(cache, new, positions):
@@ -174,6 +186,8 @@ def test_rollback_test_detects_a_cache_that_adds(monkeypatch, batch):
     return cache + written
 
   monkeypatch.setattr(transformer, 'write_slots', add)
+  compiled.cache_clear()
+  request.addfinalizer(compiled.cache_clear)
   # Slots start at zero, so without rollback adding is as good as overwriting.
   assert_chunks_match(T5_1_0, 1, (1,), wrong=False)
   with pytest.raises(AssertionError, match='row'):
@@ -200,13 +214,16 @@ def test_stale_slots_have_no_influence(config, batch, dtype):
   config = dataclasses.replace(config, dtype=dtype)
   inputs, tokens = texts(config, batch)
   cache = apply(config, inputs, NUM_SLOTS, method='init_cache')
-  step = stepper(config)
+  step = functools.partial(apply, config, method='decode_step')
   _, cache = step(tokens[:, :18], np.zeros(batch, np.int32), cache)
   positions = np.random.default_rng(0).integers(1, 14, batch).astype(np.int32)
   stale = (np.arange(NUM_SLOTS) >= positions[:, None])[:, None, :, None]
+  cache = jax.tree.map(np.asarray, cache)
   chunk = tokens[:, :3]
   # Keys stop short of what an additive mask of -1e10 hides; values need not.
-  fill = lambda arrays, value: tuple(jnp.where(stale, value, array) for array in arrays)
+  fill = lambda arrays, value: tuple(
+      np.where(stale, value, array).astype(array.dtype) for array in arrays
+  )
   huge = cache.replace(
       self_keys=fill(cache.self_keys, 1e6), self_values=fill(cache.self_values, -1e30)
   )
@@ -218,7 +235,9 @@ def test_stale_slots_have_no_influence(config, batch, dtype):
     logits, _ = step(chunk, positions, stale_cache)
     np.testing.assert_array_equal(logits, expected)
   # Slots before the position do count.
-  live = cache.replace(self_values=tuple(jnp.where(stale, v, v + 1) for v in cache.self_values))
+  live = cache.replace(self_values=tuple(
+      np.where(stale, array, array + 1).astype(array.dtype) for array in cache.self_values
+  ))
   logits, _ = step(chunk, positions, live)
   assert np.abs(logits - expected).max(axis=(1, 2)).min() > 1e-2
 
@@ -250,23 +269,24 @@ def test_row_of_a_batch_equals_the_row_alone(config):
 def test_bfloat16_activations_stay_near_float32(config, batch):
   inputs, tokens = texts(config, batch)
   half = dataclasses.replace(config, dtype='bfloat16')
-  # The same float32 parameters, whatever the activations are.
-  variables = {'params': initialised(config)}
-  assert all(v.dtype == jnp.float32 for v in jax.tree.leaves(initialised(half)))
-  expected = Transformer(config).apply(variables, inputs, tokens)
-  logits = Transformer(half).apply(variables, inputs, tokens)
+  params = random_params(config)
+  assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
+  expected = apply(config, inputs, tokens)
+  logits = apply(half, inputs, tokens, params=params)
   assert logits.dtype == jnp.float32
-  assert Transformer(half).apply(variables, inputs, method='encode').dtype == jnp.bfloat16
+  assert apply(half, inputs, params=params, method='encode').dtype == jnp.bfloat16
   difference = np.abs(logits - expected)
   # bfloat16 has 8 bits: visible, and small beside the spread of the logits.
   assert 0 < difference.mean() < 0.03 * expected.std()
   assert difference.max() < 0.25 * expected.std()
 
-  cache = Transformer(half).apply(variables, inputs, NUM_SLOTS, method='init_cache')
+  cache = apply(half, inputs, NUM_SLOTS, params=params, method='init_cache')
   assert cache.self_keys[0].dtype == cache.cross_values[0].dtype == jnp.bfloat16
-  step = jax.jit(lambda *args: Transformer(half).apply(variables, *args, method='decode_step'))
   for start in range(0, LENGTH, 6):
-    stepped, cache = step(tokens[:, start : start + 6], np.full(batch, start, np.int32), cache)
+    stepped, cache = apply(
+        half, tokens[:, start : start + 6], np.full(batch, start, np.int32), cache, params=params,
+        method='decode_step',
+    )
     assert stepped.dtype == jnp.float32
     assert np.abs(stepped - expected[:, start : start + 6]).max() < 0.25 * expected.std()
 
@@ -274,8 +294,8 @@ def test_bfloat16_activations_stay_near_float32(config, batch):
 def test_bfloat16_parameters_run_and_give_float32_logits():
   config = dataclasses.replace(T5_1_1, dtype='bfloat16')
   inputs, tokens = texts(config, 2)
-  params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), initialised(config))
-  logits = Transformer(config).apply({'params': params}, inputs, tokens)
+  params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), random_params(config))
+  logits = apply(config, inputs, tokens, params=params)
   expected = apply(T5_1_1, inputs, tokens)
   assert logits.dtype == jnp.float32
   assert np.abs(logits - expected).mean() < 0.03 * expected.std()
@@ -285,16 +305,17 @@ def test_cross_attention_is_not_computed_in_a_step():
   """A step multiplies nothing as long as the encoder's input by a kernel."""
   inputs, tokens = texts(T5_1_0, 2)
   cache = apply(T5_1_0, inputs, NUM_SLOTS, method='init_cache')
-  params = {'params': initialised(T5_1_0)}
-  step = lambda params, *args: Transformer(T5_1_0).apply(params, *args, method='decode_step')
-  jaxpr = jax.make_jaxpr(step)(params, tokens[:, :1], np.zeros(2, np.int32), cache)
-  _, new_cache = step(params, tokens[:, :1], np.zeros(2, np.int32), cache)
-  for name in ('cross_keys', 'cross_values', 'cross_bias'):
-    for before, after in zip(
-        jax.tree.leaves(getattr(cache, name)), jax.tree.leaves(getattr(new_cache, name)),
-        strict=True,
-    ):
-      assert before is after
+
+  def step(params, tokens, positions, cache):
+    logits, after = Transformer(T5_1_0).apply(
+        {'params': params}, tokens, positions, cache, method='decode_step'
+    )
+    for name in ('cross_keys', 'cross_values', 'cross_bias'):
+      before = jax.tree.leaves(getattr(cache, name))
+      assert all(x is y for x, y in zip(before, jax.tree.leaves(getattr(after, name)), strict=True))
+    return logits
+
+  jaxpr = jax.make_jaxpr(step)(random_params(T5_1_0), tokens[:, :1], np.zeros(2, np.int32), cache)
   # Query, key, value and output of self-attention, query and output of cross-attention, wi and wo;
   # two products in each of both attentions; the logits.
   dots = str(jaxpr).count(' dot_general[')
@@ -304,12 +325,12 @@ def test_cross_attention_is_not_computed_in_a_step():
 def test_dropout_only_where_asked_for():
   config = dataclasses.replace(T5_1_1, dropout_rate=0.5)
   inputs, tokens = texts(config, 2)
-  variables = {'params': initialised(T5_1_1)}
+  params = random_params(T5_1_1)
   expected = apply(T5_1_1, inputs, tokens)
-  np.testing.assert_array_equal(Transformer(config).apply(variables, inputs, tokens), expected)
-  dropped = Transformer(config).apply(
-      variables, inputs, tokens, enable_dropout=True, rngs={'dropout': jax.random.key(0)}
-  )
+  np.testing.assert_array_equal(apply(config, inputs, tokens, params=params), expected)
+  dropped = jax.jit(lambda params, key: Transformer(config).apply(
+      {'params': params}, inputs, tokens, enable_dropout=True, rngs={'dropout': key}
+  ))(params, jax.random.key(0))
   assert np.abs(dropped - expected).mean() > 1e-2
 
 
@@ -320,14 +341,13 @@ def test_public_checkpoint_has_our_tree(shared_data):
       vocab_size=32128, emb_dim=8, num_heads=4, num_encoder_layers=2, num_decoder_layers=2,
       head_dim=3, mlp_dim=16, mlp_activations=('gelu', 'linear'),
   )
-  model = Transformer(config)
   inputs = np.array([[5, 31999, 7, 1, 0, 0], [100, 3, 2, 9, 8, 1]], np.int32)
   tokens = np.array([[0, 4, 12000], [0, 77, 1]], np.int32)
-  ours = jax.eval_shape(model.init, jax.random.key(0), inputs, tokens)['params']
+  ours = jax.eval_shape(Transformer(config).init, jax.random.key(0), inputs, tokens)['params']
   assert {name: (value.shape, value.dtype) for name, value in flatten(params).items()} == {
       name: (value.shape, value.dtype) for name, value in flatten(ours).items()
   }
-  logits = model.apply({'params': params}, inputs, tokens)
+  logits = apply(config, inputs, tokens, params=params)
   assert logits.shape == (2, 3, 32128) and np.isfinite(logits).all()
   assert logits.std() > 0
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from speculative_t5x.errors import UserError
 from speculative_t5x.sampling import MIN_TEMPERATURE, SamplingRule
 

@@ -52,8 +52,11 @@ def build(config: dict, feed_forward: str) -> transformers.T5ForConditionalGener
       tie_word_embeddings=tied, dropout_rate=0.0, pad_token_id=0, decoder_start_token_id=0,
       attn_implementation='eager',
   )).eval()
-  embedded, output = model.shared.weight, model.lm_head.weight
-  assert (embedded.data_ptr() == output.data_ptr()) == tied, 'weights are not tied as configured'
+  if not tied:
+    # Some versions of transformers drop only the scale of tied logits, not the tie.
+    model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
+  same = model.shared.weight.data_ptr() == model.lm_head.weight.data_ptr()
+  assert same == tied, 'weights are not tied as configured'
   with torch.no_grad():
     for name, parameter in model.named_parameters():
       # Initial layer norms are all ones and initial biases small: either would hide a wrong scale

@@ -9,16 +9,15 @@ this process.
 
 import argparse
 import importlib.metadata
-import importlib.resources
 import os
 import pathlib
 import sys
 
-import gin
 import jax
 from rich.console import Console
 from rich.progress import Progress
 
+from speculative_t5x import infer
 from speculative_t5x.demo import measure, render, report, tasks
 from speculative_t5x.errors import UserError
 from speculative_t5x.pair import Pair, load_pair
@@ -68,9 +67,7 @@ def load_demo_pair() -> Pair:
   Raises:
     UserError: an asset is missing or damaged.
   """
-  config = importlib.resources.files('gin_configs') / 'examples' / 'demo.gin'
-  with gin.unlock_config():
-    gin.parse_config(config.read_text(encoding='utf-8'), skip_unknown=True)
+  infer.configure(infer.parse(['--gin_file=gin_configs/examples/demo.gin']))
   return load_pair()
 
 

@@ -1,0 +1,1 @@
+"""Pairs of target and draft."""

@@ -1,0 +1,154 @@
+"""The command, on the embedded pair."""
+
+import json
+import pathlib
+
+import pytest
+
+from speculative_t5x import infer
+from speculative_t5x.pair import Pair
+
+GIN = '--gin_file=gin_configs/examples/demo.gin'
+SHORT = "--gin.TASK_FEATURE_LENGTHS={'inputs': 32, 'targets': 32}"
+LINES = [
+    'restore: open the file and click ok', '', 'restore: save the document',
+    'translate English to German: Open the file.', 'restore: choose insert table',
+]
+
+
+@pytest.fixture
+def sentences(tmp_path):
+  path = tmp_path / 'sentences.txt'
+  path.write_text('\n'.join(LINES) + '\n', encoding='utf-8')
+  return path
+
+
+def run(sentences, folder, *arguments):
+  """Runs the command; returns its exit code and the records."""
+  code = infer.main([GIN, SHORT, f'--input={sentences}', f'--output_dir={folder}', *arguments])
+  path = pathlib.Path(folder) / 'inferences.jsonl'
+  lines = path.read_text(encoding='utf-8').splitlines() if path.exists() else []
+  return code, [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope='module')
+def expected(tmp_path_factory):
+  """Records of an undisturbed plain run."""
+  folder = tmp_path_factory.mktemp('plain')
+  path = folder / 'sentences.txt'
+  path.write_text('\n'.join(LINES) + '\n', encoding='utf-8')
+  code, records = run(path, folder / 'out', '--gin.GAMMA=0')
+  assert code == 0
+  return records
+
+
+def test_outputs_equal_plain_greedy_ones_in_input_order(sentences, tmp_path, expected):
+  code, records = run(sentences, tmp_path / 'out', '--gin.GAMMA=5', '--gin.BATCH_SIZE=2')
+  assert code == 0
+  assert [r['inputs'] for r in records] == LINES
+  for record, plain in zip(records, expected, strict=True):
+    assert record['prediction'] == plain['prediction']
+    assert record['score'] == pytest.approx(plain['score'], abs=1e-3)
+  empty = records[1]
+  assert (empty['prediction'], empty['score'], empty['statistics']['rounds']) == ('', 0.0, 0)
+  statistics = records[0]['statistics']
+  assert statistics['emitted'] > statistics['rounds'] > 0
+  assert statistics['accepted'] == sum(statistics['accepted_at_position'])
+
+
+def test_an_interrupted_run_resumes(sentences, tmp_path, expected, monkeypatch):
+  predict, calls = Pair.predict, []
+
+  def interrupted(self, *args, **kwargs):
+    calls.append(1)
+    if len(calls) == 2:
+      raise KeyboardInterrupt
+    return predict(self, *args, **kwargs)
+
+  folder = tmp_path / 'out'
+  with monkeypatch.context() as patch:
+    patch.setattr(Pair, 'predict', interrupted)
+    with pytest.raises(KeyboardInterrupt):
+      run(sentences, folder, '--gin.BATCH_SIZE=2')
+  written = (folder / 'inferences.jsonl').read_text(encoding='utf-8')
+  assert written.count('\n') == 2
+  code, records = run(sentences, folder, '--gin.BATCH_SIZE=2')
+  assert code == 0
+  assert [r['prediction'] for r in records] == [r['prediction'] for r in expected]
+  # Run once more: nothing is left to do, nothing is repeated.
+  assert len(run(sentences, folder, '--gin.BATCH_SIZE=2')[1]) == len(LINES)
+
+
+def test_sampled_outputs_do_not_depend_on_the_batch_size(sentences, tmp_path):
+  outputs = [
+      [r['prediction'] for r in run(
+          sentences, tmp_path / f'out{size}', '--gin.TEMPERATURE=1.0',
+          f'--gin.BATCH_SIZE={size}')[1]]
+      for size in (1, 4)
+  ]
+  assert outputs[0] == outputs[1]
+
+
+def test_long_inputs_are_cut_and_marked_or_refused(tmp_path):
+  path = tmp_path / 'in.txt'
+  path.write_text('restore: save it\nrestore: ' + 'open the file ' * 30 + '\n', encoding='utf-8')
+  code, records = run(path, tmp_path / 'cut')
+  assert code == 0
+  assert records[1]['truncated'] and records[1]['prediction']
+  assert 'truncated' not in records[0]
+  code, records = run(path, tmp_path / 'refused', "--gin.infer.on_long_input='error'")
+  assert code == 1
+  assert 'expected at most 32 tokens' in records[1]['error']
+  assert records[0]['prediction']
+
+
+def test_bad_lines_leave_the_others_alone(tmp_path, capsys):
+  path = tmp_path / 'in.jsonl'
+  path.write_bytes(b'{"inputs": "restore: save it", "id": 3}\nnot json\n{"inputs": "\xff"}\n')
+  code, records = run(path, tmp_path / 'out')
+  assert code == 1
+  assert records[0]['prediction'] and records[0]['id'] == 3
+  assert 'line 2' in records[1]['error'] and 'line 3' in records[2]['error']
+  assert 'line 2' in capsys.readouterr().err
+
+
+def test_num_decodes(sentences, tmp_path):
+  _, records = run(sentences, tmp_path / 'out', '--gin.NUM_DECODES=3', '--gin.TEMPERATURE=1.0')
+  assert len(records[0]['predictions']) == 3
+  assert records[0]['scores'] == sorted(records[0]['scores'])
+  assert records[0]['prediction'] == records[0]['predictions'][-1]
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'named'),
+    [
+        (['--gin.GAMMA=-1'], 'gamma: expected at least 0, found -1'),
+        (['--gin.TEMPERATURE=-1.0'], 'temperature'),
+        (['--gin.TOPK=3', '--gin.TOPP=0.5'], 'topk and topp'),
+        (['--gin.CHECKPOINT_PATH=/no/such/checkpoint'], '/no/such/checkpoint'),
+        (['--gin.VOCABULARY_PATH=/no/such.model'], '/no/such.model'),
+        (["--gin.TASK_FEATURE_LENGTHS={'inputs': 3}"], 'TASK_FEATURE_LENGTHS'),
+        (['--gin.BATCH_SIZE=0'], 'BATCH_SIZE'),
+        (['--gin.BATCH_SIZE="two"'], 'BATCH_SIZE'),
+        (['--gin.draft/T5Config.emb_dim=64'], 'shape'),
+        (['--gin.no_such.thing=3'], 'no_such'),
+        (['--typo=3'], '--typo=3'),
+        (['--gin_file=no/such.gin'], 'no/such.gin'),
+        (['--input=no/such.txt'], 'no/such.txt'),
+    ],
+)
+def test_bad_settings_are_one_line_and_exit_code_2(arguments, named, sentences, tmp_path, capsys):
+  code, records = run(sentences, tmp_path / 'out', *arguments)
+  lines = [x for x in capsys.readouterr().err.splitlines() if x]
+  assert code == 2
+  assert records == []
+  assert len(lines) == 1 and lines[0].startswith('error: ') and named in lines[0]
+
+
+def test_a_folder_of_another_run_is_refused(sentences, tmp_path, capsys):
+  run(sentences, tmp_path / 'out', '--gin.GAMMA=2')
+  before = (tmp_path / 'out' / 'inferences.jsonl').read_bytes()
+  code, _ = run(sentences, tmp_path / 'out', '--gin.GAMMA=3')
+  assert code == 2
+  assert 'another run' in capsys.readouterr().err
+  assert (tmp_path / 'out' / 'inferences.jsonl').read_bytes() == before

@@ -1,0 +1,57 @@
+"""Vocabularies."""
+
+import pytest
+
+from speculative_t5x import vocabularies
+from speculative_t5x.demo import tasks
+from speculative_t5x.errors import UserError
+
+
+class Listed:
+  """A vocabulary given by its pieces."""
+
+  pad_id, eos_id, unk_id = 0, 1, 2
+
+  def __init__(self, *pieces):
+    self._pieces = pieces
+    self.size = len(pieces)
+
+  def pieces(self):
+    return self._pieces
+
+
+def test_text_goes_there_and_back():
+  vocabulary = vocabularies.load_vocabulary(tasks.VOCABULARY)
+  assert (vocabulary.size, vocabulary.eos_id) == (4096, 1)
+  ids = vocabulary.encode('Open the file.')
+  assert vocabulary.decode([*ids, 1, 0, 0]) == 'Open the file.'
+  assert len(vocabulary.pieces()) == 4096
+
+
+def test_sentinels_stand_behind_the_pieces_last_one_first():
+  vocabulary = vocabularies.load_vocabulary(tasks.VOCABULARY, extra_ids=100)
+  assert vocabulary.size == 4196
+  assert vocabulary.pieces()[4195] == '▁<extra_id_0>'
+  word = vocabulary.encode('Open')
+  assert vocabulary.decode([*word, 4195, *word]) == 'Open <extra_id_0> Open'
+
+
+@pytest.mark.parametrize(
+    ('draft', 'named'),
+    [(Listed('a', 'b', 'x'), "id 2 differs: expected 'c'"), (Listed('a', 'b'), 'id 2 differs'),
+     (Listed('a', 'b', 'c', 'd'), 'id 3 differs')])
+def test_the_first_id_that_differs_is_named(draft, named):
+  with pytest.raises(UserError, match=named):
+    vocabularies.check_same(Listed('a', 'b', 'c'), draft)
+
+
+def test_same_content_is_the_same():
+  vocabularies.check_same(Listed('a', 'b'), Listed('a', 'b'))
+
+
+def test_missing_and_foreign_files_are_refused(tmp_path):
+  with pytest.raises(UserError, match='No such file'):
+    vocabularies.load_vocabulary(tmp_path / 'none.model')
+  (tmp_path / 'other.model').write_bytes(b'other')
+  with pytest.raises(UserError, match='expected a SentencePiece model'):
+    vocabularies.load_vocabulary(tmp_path / 'other.model')
