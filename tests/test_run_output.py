@@ -27,7 +27,7 @@ def test_another_run_is_refused_and_left_alone(tmp_path):
   output.write([{'n': 0}])
   output.close()
   before = (tmp_path / RECORDS).read_bytes()
-  with pytest.raises(UserError, match='another run; gamma: expected '7', found '4''):
+  with pytest.raises(UserError, match="another run; gamma: expected '7', found '4'"):
     RunOutput(tmp_path, {'gamma': 7})
   assert (tmp_path / RECORDS).read_bytes() == before
 
