@@ -1,6 +1,6 @@
 """Writes a trained state of `train.py` as the T5X checkpoint that the demo loads.
 
-    python scripts/demo_pair/export.py target runs/target/state.msgpack speculative_t5x/demo/target
+python scripts/demo_pair/export.py target runs/target/state.msgpack speculative_t5x/demo/target
 """
 
 import argparse

@@ -62,12 +62,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def load_demo_pair() -> Pair:
-  """Loads the pair that gin_configs/examples/demo.gin describes.
+  """Loads the pair that gin_configs/models/demo.gin describes.
 
   Raises:
     UserError: an asset is missing or damaged.
   """
-  infer.configure(infer.parse(['--gin_file=gin_configs/examples/demo.gin']))
+  infer.configure(infer.parse(['--gin_file=gin_configs/models/demo.gin']))
   return load_pair()
 
 
