@@ -1,0 +1,101 @@
+"""The pair on real text: the embedded models, and models of random weights."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from speculative_t5x import pair as pair_lib
+from speculative_t5x import training
+from speculative_t5x.demo import tasks
+from speculative_t5x.demo.__main__ import load_demo_pair
+from speculative_t5x.errors import UserError
+from speculative_t5x.network import T5Config, Transformer
+from speculative_t5x.sampling import SamplingRule
+
+
+@pytest.fixture(scope='module')
+def demo():
+  return load_demo_pair()
+
+
+@pytest.fixture(scope='module')
+def held_out(demo):
+  """Eight sentences of each task, `[16, 48]`."""
+  texts = [text for task in tasks.PREFIXES
+           for text, _ in tasks.examples(tasks.read_pairs(tasks.HELD_OUT), task)]
+  ids = [[*demo.vocabulary.encode(text), demo.vocabulary.eos_id] for text in texts]
+  short = [row for row in ids if len(row) <= 48]
+  return training.pad(short[:8] + short[-8:], 48)
+
+
+@pytest.mark.parametrize('gamma', [1, 4, 7])
+def test_greedy_outputs_equal_plain_ones(demo, held_out, gamma):
+  plain = demo.plain(held_out, max_length=48)
+  fast = demo.predict(held_out, max_length=48, gamma=gamma)
+  np.testing.assert_array_equal(plain.sequences, fast.sequences)
+  np.testing.assert_allclose(plain.scores, fast.scores, atol=1e-3)
+  assert np.sum(fast.statistics.rounds) < np.sum(plain.statistics.rounds)
+  alone = demo.predict(held_out[3:4], max_length=48, gamma=gamma)
+  np.testing.assert_array_equal(alone.sequences[0], fast.sequences[3])
+
+
+def test_prompts_begin_the_outputs(demo, held_out):
+  prompt = np.array([demo.vocabulary.encode('The')] * 2 + [[0]], np.int32)
+  result = demo.predict(held_out[:3], max_length=32, gamma=3, prompts=prompt)
+  np.testing.assert_array_equal(result.sequences[:2, 0, : prompt.shape[1]], prompt[:2])
+
+
+def test_a_temperature_a_row(demo, held_out):
+  mixed = demo.predict(held_out[:2], max_length=48, temperature=np.array([0.0, 1.0]))
+  greedy = demo.predict(held_out[:2], max_length=48, temperature=0.0)
+  sampled = demo.predict(held_out[:2], max_length=48, temperature=1.0)
+  np.testing.assert_array_equal(mixed.sequences[0], greedy.sequences[0])
+  np.testing.assert_array_equal(mixed.sequences[1], sampled.sequences[1])
+
+
+class Bytes:
+  """A vocabulary of ten ids."""
+
+  size, eos_id, pad_id = 10, 1, 0
+
+
+def model(vocab_size, seed, scale=1.0):
+  config = T5Config(
+      vocab_size=vocab_size, emb_dim=8, num_heads=2, head_dim=4, num_encoder_layers=1,
+      num_decoder_layers=1, mlp_dim=8)
+  module = Transformer(config)
+  tokens = jnp.ones((1, 1), jnp.int32)
+  params = module.init(jax.random.key(seed), tokens, tokens)['params']
+  return pair_lib.Model(module, jax.tree.map(lambda x: x * scale, params))
+
+
+def test_padded_rows_of_the_embedding_get_no_probability():
+  pair = pair_lib.Pair(model(16, 0), model(12, 1), Bytes(), gamma=2, sampling=SamplingRule(5.0))
+  result = pair.predict(np.full((200, 3), 5), max_length=8)
+  assert np.max(result.sequences) < Bytes.size
+
+
+def test_several_decodes_and_seeds():
+  pair = pair_lib.Pair(
+      model(10, 0), model(10, 1), Bytes(), gamma=2, sampling=SamplingRule(1.0), num_decodes=3,
+      max_decode_steps=4)
+  inputs = np.full((4, 3), 5)
+  first, again = (pair.predict(inputs, max_length=8, seed=1) for _ in range(2))
+  assert first.sequences.shape == (4, 3, 8)
+  assert not np.any(first.sequences[..., 4:])
+  np.testing.assert_array_equal(first.sequences, again.sequences)
+  other = pair.predict(inputs, max_length=8, seed=2)
+  assert np.any(first.sequences != other.sequences)
+
+
+def test_what_cannot_work_is_refused():
+  with pytest.raises(UserError, match='vocab_size: expected at least'):
+    pair_lib.Pair(model(8, 0), None, Bytes(), gamma=0)
+  with pytest.raises(UserError, match='draft: expected a model for gamma 2'):
+    pair_lib.Pair(model(10, 0), None, Bytes(), gamma=2)
+  pair = pair_lib.Pair(model(10, 0), None, Bytes(), gamma=0)
+  with pytest.raises(UserError, match='gamma: expected at least 0, found -1'):
+    pair.predict(np.ones((1, 2)), max_length=4, gamma=-1)
+  with pytest.raises(UserError, match='prompts'):
+    pair.predict(np.ones((1, 2)), max_length=4, prompts=np.ones((1, 4)))
