@@ -150,8 +150,12 @@ class Pair:
     """`predict` without a draft: one target run a token."""
     return self.predict(inputs, gamma=0, **kwargs)
 
-  @functools.lru_cache(maxsize=64)  # noqa: B019 - a pair lives as long as its programs
-  def _program(self, gamma: int, rule: SamplingRule, per_row: bool, trace: bool):
+  @functools.cached_property
+  def _program(self):
+    """`_compile`, remembered for as long as the pair lives."""
+    return functools.cache(self._compile)
+
+  def _compile(self, gamma: int, rule: SamplingRule, per_row: bool, trace: bool):
     """The compiled decoding function of these static choices; jit adds the shapes."""
 
     @jax.jit
