@@ -87,15 +87,19 @@ class Pair:
   rescale_log_probs: bool = False
 
   def __post_init__(self):
-    check_gamma(self.gamma)
-    if self.gamma and self.draft is None:
-      raise UserError(f'draft: expected a model for gamma {self.gamma}, found none')
+    self._check_gamma(self.gamma)
     for name, model in (('target', self.target), ('draft', self.draft)):
       if model is not None and model.module.config.vocab_size < self.vocabulary.size:
         raise UserError(
             f"{name} vocab_size: expected at least the vocabulary's {self.vocabulary.size}, "
             f'found {model.module.config.vocab_size}'
         )
+
+  def _check_gamma(self, gamma: int) -> None:
+    """Refuses a gamma below 0, and one above 0 without a draft."""
+    check_gamma(gamma)
+    if gamma and self.draft is None:
+      raise UserError(f'draft: expected a model for gamma {gamma}, found none')
 
   def predict(
       self, inputs: np.ndarray, *, max_length: int, seed: int = 0, gamma: int | None = None,
@@ -121,9 +125,7 @@ class Pair:
       UserError: a value is out of range.
     """
     gamma = self.gamma if gamma is None else gamma
-    check_gamma(gamma)
-    if gamma and self.draft is None:
-      raise UserError(f'draft: expected a model for gamma {gamma}, found none')
+    self._check_gamma(gamma)
     rule = self.sampling
     if temperature is not None:
       rule = dataclasses.replace(rule, temperature=temperature)

@@ -40,7 +40,7 @@ def output_law(rule, q, p, steps=64):
   return law
 
 
-def round_law(draft_law, p_of, q_of, gamma, vocab):
+def round_law(p_of, q_of, gamma, vocab):
   """Exact law of gamma + 1 tokens of one round, completed by the target, in float64.
 
   Acceptance probabilities and residuals are the rule's own, taken from `verification.residual`
@@ -86,7 +86,7 @@ def test_round_has_the_target_law(seed):
   prefixes = [x for n in range(gamma + 1) for x in itertools.product(range(vocab), repeat=n)]
   p = {x: random_law(rng, vocab).astype(np.float64) for x in prefixes}
   q = {x: random_law(rng, vocab).astype(np.float64) for x in prefixes}
-  law = round_law(None, p.__getitem__, q.__getitem__, gamma, vocab)
+  law = round_law(p.__getitem__, q.__getitem__, gamma, vocab)
   for outcome in itertools.product(range(vocab), repeat=gamma + 1):
     wanted = np.prod([p[outcome[:i]][x] for i, x in enumerate(outcome)])
     assert law.get(outcome, 0.0) == pytest.approx(wanted, abs=1e-6)
