@@ -17,44 +17,8 @@ import jax.numpy as jnp
 from speculative_t5x import sampling, verification
 from speculative_t5x.drafters import Drafter
 from speculative_t5x.errors import UserError
+from speculative_t5x.statistics import Outcome, Statistics, Trace
 from speculative_t5x.step import TokensToLogits, force_distribution, force_tokens
-
-
-@flax.struct.dataclass
-class Statistics:
-  """What happened in each row. Prompt tokens count nowhere. All int32, rows leading.
-
-  Attributes:
-    rounds: `[B]`, target runs that emitted something.
-    drafted: `[B]`, draft tokens proposed at places where the row could still grow.
-    accepted: `[B]`, drafts that were accepted and emitted.
-    rejected: `[B]`, rounds in which a draft was judged and refused. The acceptance rate is
-      accepted / (accepted + rejected): drafts behind the first refused one were never judged.
-    emitted: `[B]`, tokens of the output, EOS included.
-    accepted_at_position: `[B, gamma]`, rounds in which the draft at each place was accepted.
-  """
-
-  rounds: jax.Array
-  drafted: jax.Array
-  accepted: jax.Array
-  rejected: jax.Array
-  emitted: jax.Array
-  accepted_at_position: jax.Array
-
-
-@flax.struct.dataclass
-class Trace:
-  """Every round of every row; int32, -1 where there is nothing.
-
-  Attributes:
-    draft_tokens: `[B, L, gamma]`, the drafts of each round.
-    accepted: `[B, L]`, how many of them were accepted and emitted; -1 is no such round.
-    next_token: `[B, L]`, the target's token behind them; -1 where the text ended before it.
-  """
-
-  draft_tokens: jax.Array
-  accepted: jax.Array
-  next_token: jax.Array
 
 
 @flax.struct.dataclass
@@ -114,6 +78,22 @@ def cache_slots(max_decode_len: int, gamma: int) -> int:
   return max_decode_len + gamma + 1
 
 
+def expand_rows(tree: Any, num_decodes: int, axis: int = 0) -> Any:
+  """Repeats every row of `tree` for each of its decodes.
+
+  Args:
+    tree: arrays with a batch at `axis`.
+    num_decodes: decodes an example.
+    axis: where the batch is; layers of a scan stand before it.
+
+  Returns:
+    The tree, its batch axes `num_decodes` times as long.
+  """
+  if num_decodes == 1:
+    return tree
+  return jax.tree.map(lambda x: jnp.repeat(x, num_decodes, axis=axis), tree)
+
+
 def row_keys(decode_rng: jax.Array, example_index: jax.Array, num_decodes: int) -> jax.Array:
   """One key a row, which depends on the example and the decode but not on the batch.
 
@@ -144,6 +124,7 @@ def speculative_decode(
     num_decodes: int = 1,
     decode_rng: jax.Array | None = None,
     example_index: jax.Array | None = None,
+    initial_index: jax.Array | None = None,
     max_decode_steps: int | None = None,
     rescale_log_probs: bool = True,
     trace: bool = False,
@@ -153,17 +134,20 @@ def speculative_decode(
   Args:
     inputs: int32 `[batch, L]`, prompts shifted right: index 0 is the start token and ignored,
       other entries that are not 0 are kept in the output, 0 is decoded.
-    cache: the target's cache, `cache_slots(L, gamma)` long; every array `[batch, ...]`.
+    cache: the target's cache, `cache_slots(L, gamma)` long, of batch * num_decodes rows; see
+      `expand_rows`.
     tokens_to_logits: the target's decode step.
     eos_id: the id that ends a row.
     gamma: drafts a round; static.
     drafter: proposes them; not needed when `gamma` is 0.
-    draft_state: the drafter's first state; every array `[batch, ...]`.
+    draft_state: the drafter's first state, of batch * num_decodes rows.
     rule: the target's sampling rule. A temperature array has one entry an example.
     num_decodes: independent outputs an example.
     decode_rng: a key; `jax.random.key(0)` when None.
     example_index: int32 `[batch]`, numbers that the examples' randomness is derived from, so that
       an example gets the same output in any batch; 0, 1, … when None.
+    initial_index: int32 `[batch]`, index of the token to start from in each example, the caches
+      being filled before it; None starts from the start token.
     max_decode_steps: tokens to decode behind the prompt at most; None is up to `L`.
     rescale_log_probs: whether scores are of the adjusted distribution (greedy scores are then 0)
       or of the model's own.
@@ -186,7 +170,7 @@ def speculative_decode(
     raise UserError(
         f'max_decode_steps: expected 1 to {max_decode_len} (the length), found {max_decode_steps}'
     )
-  expand = lambda tree: jax.tree.map(lambda x: jnp.repeat(x, num_decodes, axis=0), tree)
+  expand = lambda tree: expand_rows(tree, num_decodes)
   if not isinstance(rule.temperature, (int, float)) and jnp.ndim(rule.temperature) == 1:
     rule = sampling.SamplingRule(expand(jnp.asarray(rule.temperature)), rule.topk, rule.topp)
   if decode_rng is None:
@@ -257,50 +241,27 @@ def speculative_decode(
       log_probs = _log_probs(logits, p, emitted, rescale_log_probs)
       scores = scores + jnp.sum(jnp.where(is_new, log_probs, 0.0), axis=1)
 
-    active = jnp.any(is_new, axis=1)
-    could_grow = state.positions[:, None] + 1 + places[:gamma] <= limits[:, None]
-    was_drafted = could_grow & (forced[:, :gamma] == 0) & active[:, None]
-    was_accepted = was_drafted & is_new[:, :gamma] & (places[:gamma] < accepted[:, None])
-    was_rejected = active & (accepted < gamma) & (kept == accepted + 1) & (
-        verification.at_position(forced, accepted) == 0
+    outcome = Outcome(
+        draft_tokens=draft_tokens, next_tokens=next_tokens, accepted=accepted, kept=kept,
+        is_new=is_new, is_forced=forced != 0,
+        could_grow=state.positions[:, None] + 1 + places <= limits[:, None],
     )
-    count = lambda flags: jnp.sum(flags, axis=1, dtype=jnp.int32)
-    old = state.statistics
-    statistics = Statistics(
-        rounds=old.rounds + active,
-        drafted=old.drafted + count(was_drafted),
-        accepted=old.accepted + count(was_accepted),
-        rejected=old.rejected + was_rejected,
-        emitted=old.emitted + count(is_new),
-        accepted_at_position=old.accepted_at_position + was_accepted,
-    )
-    recorded = state.trace
-    if recorded is not None:
-      recorded = Trace(
-          draft_tokens=recorded.draft_tokens.at[:, state.round].set(
-              jnp.where(was_drafted, draft_tokens, -1)
-          ),
-          accepted=recorded.accepted.at[:, state.round].set(
-              jnp.where(active, jnp.minimum(kept, accepted), -1)
-          ),
-          next_token=recorded.next_token.at[:, state.round].set(
-              jnp.where(active & (kept == accepted + 1), next_tokens, -1)
-          ),
-      )
     return LoopState(
         round=state.round + 1, sequences=sequences, positions=positions,
         ended=state.ended | (found_end & (kept > 0)) | (positions >= limits), scores=scores,
-        cache=cache, draft_state=draft_state, statistics=statistics, trace=recorded,
+        cache=cache, draft_state=draft_state, statistics=state.statistics.add(outcome),
+        trace=None if state.trace is None else state.trace.add(outcome, state.round),
     )
 
   rows = batch * num_decodes
-  zeros = jnp.zeros(rows, jnp.int32)
-  nothing = lambda *shape: jnp.full((rows, max_decode_len, *shape), -1, jnp.int32)
+  positions = jnp.zeros(rows, jnp.int32)
+  if initial_index is not None:
+    positions = expand(jnp.asarray(initial_index, jnp.int32))
   initial = LoopState(
-      round=jnp.int32(0), sequences=prompts, positions=zeros, ended=jnp.zeros(rows, bool),
-      scores=jnp.zeros(rows), cache=expand(cache), draft_state=expand(draft_state),
-      statistics=Statistics(zeros, zeros, zeros, zeros, zeros, jnp.zeros((rows, gamma), jnp.int32)),
-      trace=Trace(nothing(gamma), nothing(), nothing()) if trace else None,
+      round=jnp.int32(0), sequences=prompts, positions=positions, ended=positions >= limits,
+      scores=jnp.zeros(rows), cache=cache, draft_state=draft_state,
+      statistics=Statistics.zeros(rows, gamma),
+      trace=Trace.empty(rows, max_decode_len, gamma) if trace else None,
   )
   final = jax.lax.while_loop(cond, body, initial)
 

@@ -166,8 +166,9 @@ class Pair:
     ):
       target_rule = dataclasses.replace(rule, temperature=temperature) if per_row else rule
       slots = decoding.cache_slots(decoder_inputs.shape[1], gamma)
-      start = lambda model, params: model.module.apply(
-          {'params': params}, inputs, slots, method='init_cache'
+      start = lambda model, params: decoding.expand_rows(
+          model.module.apply({'params': params}, inputs, slots, method='init_cache'),
+          self.num_decodes,
       )
       step = lambda model, params: tokens_to_logits(model.module, params, self.vocabulary.size)
       drafter, draft_state = None, None

@@ -25,17 +25,18 @@ def decode(
   if inputs is None:
     inputs = np.zeros((batch, length), np.int32)
   slots = decoding.cache_slots(inputs.shape[1], gamma)
-  rows = np.repeat(np.asarray(rule.temperature), kwargs.get('num_decodes', 1))
+  num_decodes = kwargs.get('num_decodes', 1)
+  rows = len(inputs) * num_decodes
   if draft_rule is None:
     draft_rule = rule if np.ndim(rule.temperature) == 0 else SamplingRule(
-        jnp.asarray(rows), rule.topk, rule.topp)
+        jnp.repeat(jnp.asarray(rule.temperature), num_decodes), rule.topk, rule.topp)
 
   @functools.partial(jax.jit)
   def run(key):
     return decoding.speculative_decode(
-        jnp.asarray(inputs), target.cache(len(inputs), slots), target, toy.EOS, gamma=gamma,
+        jnp.asarray(inputs), target.cache(rows, slots), target, toy.EOS, gamma=gamma,
         drafter=ModelDrafter(draft, draft_rule) if gamma else None,
-        draft_state=draft.cache(len(inputs), slots) if gamma else None,
+        draft_state=draft.cache(rows, slots) if gamma else None,
         rule=rule, decode_rng=key, **kwargs)
 
   return run(jax.random.key(seed))
@@ -243,6 +244,40 @@ def test_sampled_continuations_of_a_prompt_follow_the_target(gamma):
   assert scipy.stats.chi2.sf(statistic, freedom) > ERROR_RATE
 
 
+@pytest.mark.parametrize('gamma', [0, 1, 3])
+def test_decoding_starts_behind_a_prefilled_prompt(gamma):
+  """Caches hold what a prefill put there, and it stays as it is."""
+  inputs = np.array([[0, 2, 3, 2, 0, 0, 0, 0], [0, 3, 0, 0, 0, 0, 0, 0]], np.int32)
+  initial_index = np.array([3, 1], np.int32)
+  slots = decoding.cache_slots(inputs.shape[1], gamma)
+  # The models read the last two tokens. A prefill that saw other tokens than the sequence holds
+  # (as one under a prefix mask would) shows in the logits of the first new token alone.
+  prefilled = TARGET.cache(2, slots).at[0, 2].set(0).at[1, 0].set(2)
+  run = lambda drafter: decoding.speculative_decode(
+      jnp.asarray(inputs), prefilled, TARGET, toy.EOS, gamma=gamma, drafter=drafter,
+      draft_state=prefilled if gamma else None, rule=SamplingRule(),
+      initial_index=jnp.asarray(initial_index))
+  drafter = ModelDrafter(TARGET, SamplingRule(), jnp.asarray(initial_index)) if gamma else None
+  result = run(drafter)
+  for row, (before, last) in enumerate([(0, 2), (2, 3)]):
+    expected = list(inputs[row, 1 : initial_index[row] + 1])
+    while len(expected) < 8 and expected[-1] != toy.EOS:
+      before, last = last, int(TARGET.table[before, last].argmax())
+      expected.append(last)
+    expected += [0] * (8 - len(expected))
+    np.testing.assert_array_equal(result.sequences[row, 0], expected)
+  # A draft that is the target is always accepted: it read the same prefill.
+  assert not np.any(result.statistics.rejected)
+
+
+def test_a_prompt_that_fills_the_length_is_returned_as_it_is():
+  inputs = np.array([[0, 2, 3, 2], [0, 3, 0, 0]], np.int32)
+  result = decode(TARGET, DRAFT, gamma=2, rule=SamplingRule(), inputs=inputs,
+                  initial_index=np.array([4, 1]))
+  np.testing.assert_array_equal(result.sequences[0, 0, :3], [2, 3, 2])
+  assert result.statistics.rounds[0, 0] == 0
+
+
 @pytest.mark.parametrize('temperature', [0.0, 1.0])
 def test_statistics_and_trace_account_for_every_token(temperature):
   gamma, length = 3, 12
@@ -264,8 +299,8 @@ def test_statistics_and_trace_account_for_every_token(temperature):
     assert text == list(np.asarray(result.sequences[row, 0])[: s.emitted[row]])
 
 
-@pytest.mark.parametrize('alpha', [0.5, 0.8, 0.95])
-@pytest.mark.parametrize('gamma', [1, 4, 10])
+@pytest.mark.parametrize('alpha', [0.5, 0.65, 0.8, 0.9, 0.95])
+@pytest.mark.parametrize('gamma', [1, 2, 3, 5, 7, 10])
 def test_tokens_a_round_agree_with_the_formula(alpha, gamma):
   # p uniform on two tokens, q on one of them with weight beta apart: min(p, q) sums to alpha at
   # every prefix. Tokens 0 and 1 (EOS) have no mass, so that no text ends early.

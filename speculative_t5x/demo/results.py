@@ -60,7 +60,7 @@ class Round:
 def rounds_of_row(
     draft_tokens: np.ndarray, accepted: np.ndarray, next_token: np.ndarray, pieces: Sequence[str]
 ) -> list[Round]:
-  """Reads one row of a `decoding.Trace`.
+  """Reads one row of a `statistics.Trace`.
 
   Args:
     draft_tokens: int `[R, gamma]`, -1 where the row could not grow.

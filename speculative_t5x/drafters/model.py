@@ -18,10 +18,13 @@ class ModelDrafter:
   Attributes:
     tokens_to_logits: the draft model's decode step; its cache is the drafter's state.
     rule: the sampling rule that its tokens are drawn with.
+    first_positions: int32 `[B]` or a scalar, index of the token that each row starts from. The
+      cache is filled before it, maybe under another mask than the causal one, and stays as it is.
   """
 
   tokens_to_logits: TokensToLogits
   rule: sampling.SamplingRule
+  first_positions: jax.Array | int = 0
 
   def propose(
       self, state: Any, sequences: jax.Array, positions: jax.Array, forced: jax.Array,
@@ -30,11 +33,11 @@ class ModelDrafter:
     """See `Drafter.propose`."""
     # The last round emitted one or two tokens that this model has not seen: the target's, and
     # before it the last draft if that was accepted. Both are ingested in one call; a token that
-    # was seen already is overwritten by itself. The very first token has no predecessor.
-    start = jnp.maximum(positions - 1, 0)
+    # was seen already is overwritten by itself. The first token's predecessor is no draft's.
+    start = jnp.maximum(positions - 1, self.first_positions)
     recent = jax.vmap(lambda row, i: jax.lax.dynamic_slice_in_dim(row, i, 2))(sequences, start)
     logits, state = self.tokens_to_logits(recent, start, state)
-    logits = jnp.where((positions > 0)[:, None], logits[:, 1], logits[:, 0])
+    logits = jnp.where((positions > start)[:, None], logits[:, 1], logits[:, 0])
     first, first_q = self._draw(logits, forced[:, 0], uniforms[:, 0])
 
     def draft(carry, later):
