@@ -35,12 +35,12 @@ class Outcome(NamedTuple):
 
   @property
   def active(self) -> jax.Array:
-    """bool `[B]`: whether the round emitted something."""
+    """Bool `[B]`: whether the round emitted something."""
     return jnp.any(self.is_new, axis=1)
 
   @property
   def was_drafted(self) -> jax.Array:
-    """bool `[B, gamma]`: drafts that could have been emitted."""
+    """Bool `[B, gamma]`: drafts that could have been emitted."""
     return (self.could_grow & ~self.is_forced)[:, :-1] & self.active[:, None]
 
 

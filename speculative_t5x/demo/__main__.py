@@ -67,7 +67,10 @@ def load_demo_pair() -> Pair:
   Raises:
     UserError: an asset is missing or damaged.
   """
-  infer.configure(infer.parse(['--gin_file=gin_configs/models/demo.gin']))
+  infer.configure(infer.parse([
+      '--gin_file=gin_configs/models/demo.gin',
+      '--gin_file=gin_configs/models/pair_standalone.gin',
+  ]))
   return load_pair()
 
 

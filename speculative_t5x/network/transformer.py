@@ -289,8 +289,15 @@ class Transformer(nn.Module):
     Returns:
       A `DecoderCache` with empty self-attention and filled cross-attention.
     """
+    encoded = self.encode(encoder_input_tokens, enable_dropout=False)
+    return self.start_decoding(encoded, encoder_input_tokens, num_slots)
+
+  def start_decoding(
+      self, encoded: jax.Array, encoder_input_tokens: jax.Array, num_slots: int
+  ) -> DecoderCache:
+    """`init_cache` of inputs that are encoded already, `[B, S, E]`."""
     cfg = self.config
-    cross_keys, cross_values = self.decoder.cross_keys_values(self.encode(encoder_input_tokens))
+    cross_keys, cross_values = self.decoder.cross_keys_values(encoded)
     shape = (encoder_input_tokens.shape[0], cfg.num_heads, num_slots, cfg.head_dim)
     empty = tuple(jnp.zeros(shape, cfg.dtype) for _ in range(cfg.num_decoder_layers))
     return DecoderCache(

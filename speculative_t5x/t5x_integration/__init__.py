@@ -1,0 +1,4 @@
+"""Speculative decoding inside T5X: models, checkpoints and tasks that its commands take from gin.
+
+Everything here imports T5X; nothing else in the package does.
+"""
