@@ -1,7 +1,7 @@
-"""SentencePiece vocabularies with T5's sentinel ids, without seqio and TensorFlow.
+"""SentencePiece and byte vocabularies with T5's ids, without seqio and TensorFlow.
 
-The ids are those of `seqio.SentencePieceVocabulary`: pad 0, then the model's pieces, then
-`extra_ids` sentinels, the first of which has the highest id.
+The ids are those of `seqio.SentencePieceVocabulary` (pad 0, then the model's pieces, then
+`extra_ids` sentinels, the first of which has the highest id) and of `seqio.ByteVocabulary`.
 """
 
 import os
@@ -116,11 +116,56 @@ class SentencePieceVocabulary:
     return [self._model.id_to_piece(i) for i in range(self.size)]
 
 
-def load_vocabulary(path: str, *, extra_ids: int = 0) -> SentencePieceVocabulary:
-  """Loads a SentencePiece vocabulary; see `SentencePieceVocabulary`.
+class ByteVocabulary:
+  """ByT5's vocabulary: pad 0, EOS 1, unknown 2, then the 256 bytes of UTF-8.
+
+  Attributes:
+    size: number of ids, sentinels included.
+    eos_id: the id that ends a text.
+    pad_id: the id behind the end.
+    unk_id: the id of what is not known.
+  """
+
+  eos_id, pad_id, unk_id = 1, 0, 2
+  _FIRST_BYTE = 3
+
+  def __init__(self, extra_ids: int = 0):
+    """Makes the vocabulary.
+
+    Args:
+      extra_ids: number of sentinels behind the bytes.
+
+    Raises:
+      UserError: `extra_ids` is negative.
+    """
+    if extra_ids < 0:
+      raise UserError(f'extra_ids: expected at least 0, found {extra_ids}')
+    self.size = self._FIRST_BYTE + 256 + extra_ids
+
+  def encode(self, text: str) -> list[int]:
+    """The ids of `text`, without EOS."""
+    return [byte + self._FIRST_BYTE for byte in text.encode('utf-8')]
+
+  def decode(self, ids: Sequence[int]) -> str:
+    """The text of `ids` before the first EOS; what is no UTF-8, or no byte, is left out."""
+    ids = [int(i) for i in ids]
+    if self.eos_id in ids:
+      ids = ids[: ids.index(self.eos_id)]
+    found = [i - self._FIRST_BYTE for i in ids]
+    return bytes(b for b in found if 0 <= b < 256).decode('utf-8', errors='ignore')
+
+  def pieces(self) -> list[str]:
+    """A name for every id, in order: a character of ASCII as it is, other bytes as `<0xC3>`."""
+    names = [chr(b) if 32 <= b < 127 else f'<0x{b:02X}>' for b in range(256)]
+    sentinels = [f'<extra_id_{i}>' for i in reversed(range(self.size - self._FIRST_BYTE - 256))]
+    return ['<pad>', '</s>', '<unk>', *names, *sentinels]
+
+
+def load_vocabulary(path: str, *, extra_ids: int = 0) -> SentencePieceVocabulary | ByteVocabulary:
+  """Loads a vocabulary; see `SentencePieceVocabulary` and `ByteVocabulary`.
 
   Args:
-    path: a SentencePiece model file.
+    path: a SentencePiece model file, or 'bytes' for ByT5's bytes.
     extra_ids: number of sentinels behind its pieces.
 
   Returns:
@@ -129,6 +174,8 @@ def load_vocabulary(path: str, *, extra_ids: int = 0) -> SentencePieceVocabulary
   Raises:
     UserError: the file is missing, damaged or not usable.
   """
+  if os.fspath(path) == 'bytes':
+    return ByteVocabulary(extra_ids)
   return SentencePieceVocabulary(path, extra_ids)
 
 

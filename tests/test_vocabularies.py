@@ -36,6 +36,22 @@ def test_sentinels_stand_behind_the_pieces_last_one_first():
   assert vocabulary.decode([*word, 4195, *word]) == 'Open <extra_id_0> Open'
 
 
+def test_bytes_are_those_of_seqio():
+  import seqio
+
+  for extra_ids in (0, 100):
+    expected = seqio.ByteVocabulary(extra_ids)
+    vocabulary = vocabularies.load_vocabulary('bytes', extra_ids=extra_ids)
+    assert (vocabulary.size, vocabulary.eos_id) == (expected.vocab_size, expected.eos_id)
+    assert len(vocabulary.pieces()) == vocabulary.size
+    text = 'Größe 2 € — ok'
+    ids = vocabulary.encode(text)
+    assert ids == list(expected.encode(text))
+    assert vocabulary.decode([*ids, 1, 70, 0]) == text
+    # A character cut in two, and ids that are no bytes.
+    assert vocabulary.decode([ids[2], 2, 70, 300]) == expected.decode([ids[2], 2, 70, 300])
+
+
 @pytest.mark.parametrize(
     ('draft', 'named'),
     [(Listed('a', 'b', 'x'), "id 2 differs: expected 'c'"), (Listed('a', 'b'), 'id 2 differs'),

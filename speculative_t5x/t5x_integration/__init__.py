@@ -2,3 +2,7 @@
 
 Everything here imports T5X; nothing else in the package does.
 """
+
+from speculative_t5x.t5x_integration.versions import check_versions
+
+check_versions()
