@@ -15,7 +15,11 @@ from speculative_t5x.errors import UserError
 models = pytest.importorskip('t5x.models', reason='needs T5X, which is not on PyPI')
 
 from speculative_t5x.t5x_integration import (  # noqa: E402
-    decoding, interactive, network, tasks, versions,
+  decoding,
+  interactive,
+  network,
+  tasks,
+  versions,
 )
 from speculative_t5x.t5x_integration import model as model_lib  # noqa: E402
 
@@ -86,7 +90,7 @@ def test_scores_prefer_the_prediction(interactive_model):
 
 def test_missing_checkpoints_and_lengths_are_named(pair_model, tmp_path):
   build = functools.partial(interactive.InteractiveModel, pair_model)
-  with pytest.raises(UserError, match='draft checkpoint: expected one at .*none'):
+  with pytest.raises(UserError, match=r'draft checkpoint: expected one at .*none'):
     build(**{**checkpoints(), 'draft_checkpoint_path': str(tmp_path / 'none')},
           task_feature_lengths=LENGTHS)
   with pytest.raises(UserError, match='task_feature_lengths: expected inputs and targets'):
@@ -97,7 +101,7 @@ def test_libraries_of_another_time_are_named(monkeypatch):
   versions.check_versions()
   with monkeypatch.context() as patch:
     patch.setattr(importlib.metadata, 'version', lambda name: '0.6.2')
-    with pytest.raises(UserError, match=r'jax: expected at least version 0.7, found 0.6.2'):
+    with pytest.raises(UserError, match=r'jax: expected at least version 0\.7, found 0\.6\.2'):
       versions.check_versions()
   with monkeypatch.context() as patch:
     patch.delattr('t5x.models.DecoderParams')
@@ -105,5 +109,5 @@ def test_libraries_of_another_time_are_named(monkeypatch):
       versions.check_versions()
   # None in sys.modules makes an import fail.
   monkeypatch.setitem(sys.modules, 't5x.utils', None)
-  with pytest.raises(UserError, match='t5x.utils: expected T5X to import'):
+  with pytest.raises(UserError, match=r't5x\.utils: expected T5X to import'):
     versions.check_versions()
