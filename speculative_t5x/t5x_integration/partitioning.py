@@ -19,19 +19,21 @@ DRAFT = 'draft/'
 
 
 def pair_logical_axis_rules(
-    target_rules: LogicalAxisRules | None = None, draft_rules: LogicalAxisRules = REPLICATED
+    target_rules: LogicalAxisRules | None = None, draft_rules: LogicalAxisRules | None = None
 ) -> LogicalAxisRules:
   """Rules for the partitioner of a target and a draft.
 
   Args:
     target_rules: of the target; None is `t5x.partitioning.standard_logical_axis_rules()`.
-    draft_rules: of the draft, as `SpeculativeModel.draft_logical_axis_rules`.
+    draft_rules: of the draft, as `SpeculativeModel.draft_logical_axis_rules`; None replicates it.
 
   Returns:
     The rules; the draft's parameters have axes named `draft/…`.
   """
   if target_rules is None:
     target_rules = t5x_partitioning.standard_logical_axis_rules()
+  if draft_rules is None:
+    draft_rules = REPLICATED
   return [*target_rules, *((DRAFT + name, mesh_axis) for name, mesh_axis in draft_rules)]
 
 
