@@ -14,11 +14,11 @@ from speculative_t5x.network import Transformer
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('model', choices=train.CONFIGS)
+  parser.add_argument('model', choices=('target', 'draft'))
   parser.add_argument('state', type=pathlib.Path)
   parser.add_argument('folder', type=pathlib.Path, help='gets a folder checkpoint_N')
   args = parser.parse_args()
-  like = training.init_state(Transformer(train.CONFIGS[args.model]), training.TrainConfig())
+  like = training.init_state(Transformer(train.network_config(args.model)), training.TrainConfig())
   state = training.load_state(args.state, like)
   args.folder.mkdir(parents=True, exist_ok=True)
   path = args.folder / f'checkpoint_{int(state.step)}'

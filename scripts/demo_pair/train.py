@@ -3,54 +3,70 @@
     python scripts/demo_pair/train.py target --dir runs/target
     python scripts/demo_pair/train.py draft --dir runs/draft --teacher runs/target
 
-The draft learns from the target's distributions on the same sentences. Both write `state.msgpack`
-(everything a resumed run needs) and `log.jsonl` (step, seconds, losses) into `--dir`.
+The draft learns from the target's distributions, on the corpus or on what the target wrote itself
+(`--examples`, as scripts/demo_pair/target_outputs.sh makes it). Both write `state.msgpack`
+(everything a resumed run needs) and `log.jsonl` (step, seconds, losses) into `--dir`. The networks
+are those of gin_configs/models/demo.gin.
 """
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import time
 
+import gin
 import jax
 import numpy as np
 import sentencepiece
 
-from speculative_t5x import training
+from speculative_t5x import paths, training
 from speculative_t5x.demo import tasks
 from speculative_t5x.network import T5Config, Transformer
 
 DATA = pathlib.Path(__file__).parent / 'data'
 
-CONFIGS = {
-    'target': T5Config(
-        vocab_size=4096, emb_dim=256, num_heads=4, head_dim=64, num_encoder_layers=2,
-        num_decoder_layers=6, mlp_dim=512, mlp_activations=('gelu', 'linear'),
-        logits_via_embedding=True,
-    ),
-    'draft': T5Config(
-        vocab_size=4096, emb_dim=128, num_heads=4, head_dim=32, num_encoder_layers=2,
-        num_decoder_layers=1, mlp_dim=256, mlp_activations=('gelu', 'linear'),
-        logits_via_embedding=True,
-    ),
-}
+
+def network_config(model: str, dropout_rate: float = 0.0) -> T5Config:
+  """The `T5Config` of 'target' or 'draft' in the demo's gin file."""
+  if not gin.config_is_locked():
+    gin.add_config_file_search_path(str(paths.PACKAGES))
+    gin.parse_config_file('gin_configs/models/demo.gin')
+    gin.finalize()
+  config = gin.get_configurable(f'{model}/T5Config')()
+  return dataclasses.replace(config, dropout_rate=dropout_rate)
 
 
-def corpus(vocabulary, paths, repeat_restoration=1):
-  """Token ids `(inputs, targets)` of both tasks."""
-  pairs = [pair for path in paths for pair in tasks.read_pairs(path)]
-  texts = tasks.examples(pairs, 'restoration') * repeat_restoration
-  texts += tasks.examples(pairs, 'translation')
-  encode = lambda side: vocabulary.encode([text[side] for text in texts], add_eos=True)
-  return list(zip(encode(0), encode(1), strict=True))
+def read_examples(path):
+  """`(inputs, targets)` texts of an `inferences.jsonl`; cut outputs are left out."""
+  records = [json.loads(line) for line in path.read_text(encoding='utf-8').splitlines()]
+  return [
+      (record['inputs'], record['prediction']) for record in records
+      if record['prediction'] and 'truncated' not in record
+  ]
+
+
+def corpus_texts():
+  """`(inputs, targets)` texts of both tasks."""
+  pairs = [pair for path in sorted(DATA.glob('train_*.tsv.gz')) for pair in tasks.read_pairs(path)]
+  return [text for task in tasks.PREFIXES for text in tasks.examples(pairs, task)]
+
+
+def encode(vocabulary, texts):
+  """Token ids of `(inputs, targets)` texts."""
+  side = lambda index: vocabulary.encode([text[index] for text in texts], add_eos=True)
+  return list(zip(side(0), side(1), strict=True))
 
 
 def main():
   """Parses arguments and trains until `--steps`."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('model', choices=CONFIGS)
+  parser.add_argument('model', choices=('target', 'draft'))
   parser.add_argument('--dir', required=True, type=pathlib.Path)
   parser.add_argument('--teacher', type=pathlib.Path, help='folder of the trained target')
+  parser.add_argument('--examples', type=pathlib.Path, action='append', default=[],
+                      help='inferences.jsonl to train on in place of the corpus')
+  parser.add_argument('--dropout_rate', type=float, default=0.0)
   parser.add_argument('--steps', type=int, default=4000)
   parser.add_argument('--learning_rate', type=float, default=0.02)
   parser.add_argument('--tokens_per_batch', type=int, default=1024)
@@ -58,16 +74,16 @@ def main():
   args = parser.parse_args()
 
   vocabulary = sentencepiece.SentencePieceProcessor(model_file=str(tasks.VOCABULARY))
-  train = corpus(vocabulary, sorted(DATA.glob('train_*.tsv.gz')))
+  texts = [text for path in args.examples for text in read_examples(path)] or corpus_texts()
+  train = encode(vocabulary, texts)
   held_out = {
       task: training.batches(
-          [tuple(vocabulary.encode(list(pair), add_eos=True))
-           for pair in tasks.examples(
-               tasks.read_pairs(tasks.ASSETS / 'data' / 'validation_libreoffice.tsv.gz'), task)],
+          encode(vocabulary, tasks.examples(
+              tasks.read_pairs(tasks.ASSETS / 'data' / 'validation_libreoffice.tsv.gz'), task)),
           512, 0, 0)
       for task in tasks.PREFIXES
   }
-  module = Transformer(CONFIGS[args.model])
+  module = Transformer(network_config(args.model, args.dropout_rate))
   config = training.TrainConfig(
       learning_rate=args.learning_rate, total_steps=args.steps,
       tokens_per_batch=args.tokens_per_batch, seed=args.seed,
@@ -78,7 +94,7 @@ def main():
     state = training.load_state(saved, state)
   teacher, teacher_params = None, None
   if args.teacher:
-    target = Transformer(CONFIGS['target'])
+    target = Transformer(network_config('target'))
     teacher = lambda params, *tokens: target.apply({'params': params}, *tokens)
     teacher_params = training.load_state(
         args.teacher / 'state.msgpack', training.init_state(target, config)).params
