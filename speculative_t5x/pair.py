@@ -164,31 +164,72 @@ class Pair:
     def program(
         target_params, draft_params, inputs, decoder_inputs, example_index, rng, temperature
     ):
-      target_rule = dataclasses.replace(rule, temperature=temperature) if per_row else rule
-      slots = decoding.cache_slots(decoder_inputs.shape[1], gamma)
-      start = lambda model, params: decoding.expand_rows(
-          model.module.apply({'params': params}, inputs, slots, method='init_cache'),
-          self.num_decodes,
-      )
-      step = lambda model, params: tokens_to_logits(model.module, params, self.vocabulary.size)
-      drafter, draft_state = None, None
-      if gamma:
-        draft_rule = self.draft_sampling or target_rule
-        if per_row and self.draft_sampling is None:
-          draft_rule = dataclasses.replace(
-              rule, temperature=jnp.repeat(temperature, self.num_decodes)
-          )
-        drafter = ModelDrafter(step(self.draft, draft_params), draft_rule)
-        draft_state = start(self.draft, draft_params)
-      return decoding.speculative_decode(
-          decoder_inputs, start(self.target, target_params), step(self.target, target_params),
-          self.vocabulary.eos_id, gamma=gamma, drafter=drafter, draft_state=draft_state,
-          rule=target_rule, num_decodes=self.num_decodes, decode_rng=rng,
-          example_index=example_index, max_decode_steps=self.max_decode_steps,
-          rescale_log_probs=self.rescale_log_probs, trace=trace,
+      params = {'target': target_params, 'draft': draft_params}
+      return self.decode_from(
+          self.start(params, inputs, decoder_inputs.shape[1], gamma), params, decoder_inputs,
+          gamma=gamma, rule=rule, temperature=temperature if per_row else None, trace=trace,
+          example_index=example_index, decode_rng=rng,
       )
 
     return program
+
+  def start(
+      self, params: Mapping[str, Any], inputs: jax.Array, max_length: int, gamma: int
+  ) -> dict[str, Any]:
+    """Encodes a batch with both models; pure.
+
+    Args:
+      params: `{'target': …, 'draft': …}`.
+      inputs: int32 `[B, S]`.
+      max_length: `L`.
+      gamma: drafts a round; the draft encodes nothing when it is 0.
+
+    Returns:
+      The caches of `target` and `draft`, of `B * N` rows; the draft's is None for gamma 0.
+    """
+    slots = decoding.cache_slots(max_length, gamma)
+    encode = lambda model, params: decoding.expand_rows(
+        model.module.apply({'params': params}, inputs, slots, method='init_cache'),
+        self.num_decodes,
+    )
+    return {
+        'target': encode(self.target, params['target']),
+        'draft': encode(self.draft, params['draft']) if gamma else None,
+    }
+
+  def decode_from(
+      self, caches: Mapping[str, Any], params: Mapping[str, Any], decoder_inputs: jax.Array, *,
+      gamma: int, rule: SamplingRule, temperature: jax.Array | None = None, **kwargs: Any,
+  ) -> decoding.DecodeResult:
+    """The decoding loop behind `start`; pure.
+
+    Args:
+      caches: from `start`, for the same `gamma`.
+      params: `{'target': …, 'draft': …}`.
+      decoder_inputs: int32 `[B, L]`, prompts shifted right.
+      gamma: drafts a round.
+      rule: the target's sampling rule; its temperature is a float.
+      temperature: float32 `[B]` in place of it, or None.
+      **kwargs: of `decoding.speculative_decode`.
+
+    Returns:
+      A `DecodeResult`.
+    """
+    step = lambda name: tokens_to_logits(
+        getattr(self, name).module, params[name], self.vocabulary.size)
+    # The loop repeats the target's temperatures for its rows; a drafter has rows alone.
+    draft_rule = rule
+    if temperature is not None:
+      rule = dataclasses.replace(rule, temperature=temperature)
+      draft_rule = dataclasses.replace(
+          rule, temperature=jnp.repeat(temperature, self.num_decodes))
+    return decoding.speculative_decode(
+        decoder_inputs, caches['target'], step('target'), self.vocabulary.eos_id, gamma=gamma,
+        drafter=ModelDrafter(step('draft'), self.draft_sampling or draft_rule) if gamma else None,
+        draft_state=caches['draft'], rule=rule, num_decodes=self.num_decodes,
+        max_decode_steps=self.max_decode_steps, rescale_log_probs=self.rescale_log_probs,
+        **kwargs,
+    )
 
 
 def check_gamma(gamma: int) -> None:

@@ -44,7 +44,8 @@ def result(**changes):
       'task': 'restoration', 'gamma': 3, 'temperature': 0.0, 'sentences': [shown()],
       'num_measured': 20, 'rounds': 100, 'emitted': 300, 'accepted': 240, 'rejected': 60,
       'identical': 20, 'plain_rate': 200.0, 'speculative_rate': 350.0,
-      'steps': StepTimes(target=2e-3, target_verify=4e-3, draft=2e-4),
+      'steps': StepTimes(
+          target=2e-3, target_verify=4e-3, draft=2e-4, round=5e-3, gamma=3),
   }
   return TaskResult(**values | changes)
 
@@ -235,7 +236,7 @@ def test_medians_and_rates_come_from_the_clock(pair, short):
 
   example = measure.encode(pair, 'restore: open the file', None)
   found = measure.measure_task(
-      pair, 'restoration', [example], [], StepTimes(1, 1, 1), gamma=3, temperature=0.0, repeats=3,
+      pair, 'restoration', [example], [], StepTimes(1, 1, 1, 4, 3), gamma=3, temperature=0.0, repeats=3,
       clock=clock,
   )
   assert found.identical == 1
@@ -254,14 +255,23 @@ def test_a_wrong_output_is_counted(pair, short, monkeypatch):
   monkeypatch.setattr(Pair, 'predict', wrong)
   example = measure.encode(pair, 'restore: open the file', None)
   found = measure.measure_task(
-      pair, 'restoration', [example], [], StepTimes(1, 1, 1), gamma=3, temperature=0.0, repeats=1
+      pair, 'restoration', [example], [], StepTimes(1, 1, 1, 4, 3), gamma=3, temperature=0.0, repeats=1
   )
   assert found.identical == 0
 
 
 def test_steps_are_timed(pair, short):
-  steps = measure.measure_steps(pair, 3, repeats=2)
-  assert steps.c > 0 and steps.v > 0
+  examples = {'restoration': [
+      measure.encode(pair, text, None) for text in ('restore: open', 'restore: open the file')]}
+  example = measure.typical(examples)
+  assert example.inputs == 'restore: open the file'
+  steps = measure.measure_steps(pair, 3, example, repeats=2)
+  assert steps.c > 0 and steps.v > 0 and steps.overhead > 0
+
+
+def test_overhead_is_a_round_over_its_steps():
+  steps = StepTimes(target=2.0, target_verify=4.0, draft=0.5, round=6.05, gamma=3)
+  assert steps.overhead == pytest.approx(1.1)
 
 
 def test_text_that_is_too_long_is_refused(pair, short):

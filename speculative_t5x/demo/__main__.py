@@ -132,7 +132,7 @@ def run(args: argparse.Namespace, pair: Pair, console: Console) -> None:
   with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
     total = sum(map(len, examples.values()))
     bar = progress.add_task('measuring', total=total)
-    steps = measure.measure_steps(pair, gamma)
+    steps = measure.measure_steps(pair, gamma, measure.typical(examples))
     results = [
         measure.measure_task(
             pair, task, chosen, shown[task], steps, **how,

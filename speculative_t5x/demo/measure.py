@@ -1,9 +1,10 @@
 """Runs the pair on sentences: rounds for the eye, times for the table. Batch size 1 throughout."""
 
 import dataclasses
+import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -154,42 +155,59 @@ def measure_task(
   )
 
 
-def measure_steps(pair: Pair, gamma: int, *, repeats: int = 30) -> StepTimes:
-  """Times one decode step of the target on 1 and on gamma + 1 tokens, and of the draft on 1.
+def measure_steps(pair: Pair, gamma: int, example: Example, *, repeats: int = 30) -> StepTimes:
+  """Times decode steps alone, and a round of the decoding loop.
 
-  At the shortest of `LENGTHS`, in the middle of the output. The three are timed in turns.
+  The target's step on 1 and on gamma + 1 tokens and the draft's on 1 are taken in the middle of the
+  output; the round is the mean over a greedy decoding of `example`, encoders left out. The four are
+  timed in turns.
 
   Args:
     pair: target and draft.
     gamma: drafts a round, at least 1.
+    example: what to decode for the round; its lengths are those of the steps.
     repeats: timings of each; the median counts.
 
   Returns:
-    Seconds a step.
+    Seconds a step and a round.
   """
+  sizes = (example.tokens.shape[1], example.max_length, pair.vocabulary.size)
+  loop, rounds = _loop(pair, gamma, example)
   runs = [
-      _steps(pair.target, pair.vocabulary.size, 1, gamma),
-      _steps(pair.target, pair.vocabulary.size, gamma + 1, gamma),
-      _steps(pair.draft, pair.vocabulary.size, 1, gamma),
+      (_steps(pair.target, 1, gamma, *sizes), _STEPS_A_TIMING),
+      (_steps(pair.target, gamma + 1, gamma, *sizes), _STEPS_A_TIMING),
+      (_steps(pair.draft, 1, gamma, *sizes), _STEPS_A_TIMING),
+      (loop, rounds),
   ]
   times = [[] for _ in runs]
   for repeat in range(repeats + 1):
-    for run, taken in zip(runs, times, strict=True):
+    for (run, count), taken in zip(runs, times, strict=True):
       start = time.perf_counter()
       jax.block_until_ready(run())
       if repeat:  # The first run compiles.
-        taken.append((time.perf_counter() - start) / _STEPS_A_TIMING)
-  return StepTimes(*(statistics.median(taken) for taken in times))
+        taken.append((time.perf_counter() - start) / count)
+  return StepTimes(*(statistics.median(taken) for taken in times), gamma=gamma)
+
+
+def typical(examples: Mapping[str, Sequence[Example]]) -> Example:
+  """Of the examples of all tasks the longest of those with the shortest lengths: many rounds."""
+  every = [example for chosen in examples.values() for example in chosen]
+  shortest = min(example.max_length for example in every)
+  return max(
+      (example for example in every if example.max_length == shortest),
+      key=lambda example: np.count_nonzero(example.tokens),
+  )
 
 
 # Steps are timed several at a time inside one program, or the time to start a program, which the
 # decoding loop does not pay, would be counted as the small draft's own.
-_STEPS_A_TIMING = 8
+_STEPS_A_TIMING = 16
 
 
-def _steps(model: Model, vocab_size: int, num_tokens: int, gamma: int) -> Callable[[], jax.Array]:
+def _steps(
+    model: Model, num_tokens: int, gamma: int, input_length: int, max_length: int, vocab_size: int
+) -> Callable[[], jax.Array]:
   """A function that runs `_STEPS_A_TIMING` decode steps, each on the tokens of the one before."""
-  input_length, max_length = LENGTHS[0]
   inputs = jnp.ones((1, input_length), jnp.int32)
   slots = max_length + gamma + 1
   cache = model.module.apply({'params': model.params}, inputs, slots, method='init_cache')
@@ -207,3 +225,14 @@ def _steps(model: Model, vocab_size: int, num_tokens: int, gamma: int) -> Callab
     return jax.lax.fori_loop(0, _STEPS_A_TIMING, body, (tokens, cache))[0]
 
   return lambda: program(model.params, cache)
+
+
+def _loop(pair: Pair, gamma: int, example: Example) -> tuple[Callable[[], jax.Array], int]:
+  """A function that decodes `example` greedily from encoded inputs, and the rounds it takes."""
+  params = {'target': pair.target.params, 'draft': pair.draft.params}
+  start = functools.partial(pair.start, max_length=example.max_length, gamma=gamma)
+  caches = jax.jit(start)(params, jnp.asarray(example.tokens))
+  decoder_inputs = jnp.zeros((1, example.max_length), jnp.int32)
+  decode = jax.jit(functools.partial(pair.decode_from, gamma=gamma, rule=SamplingRule(0.0)))
+  run = lambda: decode(caches, params, decoder_inputs)
+  return run, int(run().statistics.rounds[0, 0])

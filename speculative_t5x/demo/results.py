@@ -122,17 +122,26 @@ class Sentence:
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-  """Seconds of single decode steps at batch size 1, timed alone.
+  """Seconds of single decode steps at batch size 1, timed alone, and of a round in the loop.
 
   Attributes:
     target: the target on 1 token.
     target_verify: the target on gamma + 1 tokens.
     draft: the draft on 1 token.
+    round: one round of the decoding loop.
+    gamma: drafts a round.
   """
 
   target: float
   target_verify: float
   draft: float
+  round: float
+  gamma: int
+
+  @property
+  def overhead(self) -> float:
+    """Time of a round over that of its gamma draft steps and its verification."""
+    return self.round / (self.gamma * self.draft + self.target_verify)
 
   @property
   def c(self) -> float:
@@ -247,4 +256,6 @@ def figures(result: TaskResult) -> list[Figure]:
       Figure('one step, ms', f'{steps.target * 1e3:.2f}', '',
              f'target on 1; {steps.target_verify * 1e3:.2f} on {gamma + 1} tokens; '
              f'draft {steps.draft * 1e3:.2f}'),
+      Figure('one round, ms', f'{steps.round * 1e3:.2f}', '',
+             f'{steps.overhead:.2f} of its {gamma} draft steps and its verification'),
   ]
