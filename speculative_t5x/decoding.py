@@ -121,6 +121,7 @@ def speculative_decode(
     drafter: Drafter | None = None,
     draft_state: Any = None,
     rule: sampling.SamplingRule = sampling.SamplingRule(),  # noqa: B008 - frozen
+    verify: verification.VerificationRule = verification.VerificationRule(),  # noqa: B008 - frozen
     num_decodes: int = 1,
     decode_rng: jax.Array | None = None,
     example_index: jax.Array | None = None,
@@ -142,6 +143,8 @@ def speculative_decode(
     drafter: proposes them; not needed when `gamma` is 0.
     draft_state: the drafter's first state, of batch * num_decodes rows.
     rule: the target's sampling rule. A temperature array has one entry an example.
+    verify: how drafts are judged. Lenience applies to greedy decoding of the whole batch and to
+      sampled rows; a greedy row among sampled ones is exact.
     num_decodes: independent outputs an example.
     decode_rng: a key; `jax.random.key(0)` when None.
     example_index: int32 `[batch]`, numbers that the examples' randomness is derived from, so that
@@ -209,16 +212,18 @@ def speculative_decode(
         jnp.concatenate([last_tokens, draft_tokens], axis=1), state.positions, state.cache
     )
     if rule.is_greedy:
-      p = None
+      p, is_lenient = None, None
+      if verify.lenience < 1.0:
+        is_lenient = (forced[:, :gamma] == 0) & verification.near_argmax(
+            logits[:, :gamma], draft_tokens, verify.lenience)
       target_tokens = force_tokens(jnp.argmax(logits, -1).astype(jnp.int32), forced)
-      accepted, next_tokens = verification.greedy(draft_tokens, target_tokens)
+      accepted, next_tokens = verification.greedy(draft_tokens, target_tokens, is_lenient)
     else:
       p = force_distribution(rule.distribution(logits), forced)
       if q is None:
         q = jax.nn.one_hot(draft_tokens, logits.shape[-1], dtype=jnp.float32)
-      accepted, next_tokens = verification.token_wise(
-          draft_tokens, q, p, uniforms[:, gamma : 2 * gamma], uniforms[:, -1]
-      )
+      accepted, next_law = verify.sampled(draft_tokens, q, p, uniforms[:, gamma : 2 * gamma])
+      next_tokens = sampling.sample(next_law, uniforms[:, -1])
 
     # [B, gamma + 1]: the accepted drafts, then the target's token.
     places = jnp.arange(gamma + 1)

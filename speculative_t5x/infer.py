@@ -227,6 +227,8 @@ def decode_batch(
         statistics={name: int(statistics[name][i, -1]) for name in STATISTICS}
         | {'accepted_at_position': by_position[i, -1].tolist()},
     )
+    if pair.verification.lenience < 1.0:
+      record['lenience'] = pair.verification.lenience
     if pair.num_decodes > 1:
       record.update(predictions=texts, scores=scores[i].tolist())
   return records

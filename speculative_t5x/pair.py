@@ -19,6 +19,7 @@ from speculative_t5x.errors import UserError
 from speculative_t5x.network import T5Config, Transformer
 from speculative_t5x.sampling import SamplingRule
 from speculative_t5x.step import TokensToLogits
+from speculative_t5x.verification import VerificationRule
 
 gin.external_configurable(T5Config, module='speculative_t5x.network')
 
@@ -67,6 +68,7 @@ class Pair:
     gamma: drafts a round.
     sampling: the rule for target and draft.
     draft_sampling: the draft's own rule; None is the target's.
+    verification: how drafts are judged.
     num_decodes: outputs an input.
     max_decode_steps: tokens an output at most; None is up to the length asked for.
     rescale_log_probs: whether scores are of the adjusted distribution, see `speculative_decode`.
@@ -82,6 +84,7 @@ class Pair:
   gamma: int = 4
   sampling: SamplingRule = SamplingRule()  # noqa: RUF009 - frozen
   draft_sampling: SamplingRule | None = None
+  verification: VerificationRule = VerificationRule()  # noqa: RUF009 - frozen
   num_decodes: int = 1
   max_decode_steps: int | None = None
   rescale_log_probs: bool = False
@@ -226,7 +229,8 @@ class Pair:
     return decoding.speculative_decode(
         decoder_inputs, caches['target'], step('target'), self.vocabulary.eos_id, gamma=gamma,
         drafter=ModelDrafter(step('draft'), self.draft_sampling or draft_rule) if gamma else None,
-        draft_state=caches['draft'], rule=rule, num_decodes=self.num_decodes,
+        draft_state=caches['draft'], rule=rule, verify=self.verification,
+        num_decodes=self.num_decodes,
         max_decode_steps=self.max_decode_steps, rescale_log_probs=self.rescale_log_probs,
         **kwargs,
     )
@@ -276,6 +280,8 @@ def load_pair(
     temperature: float = 0.0,
     topk: int = 0,
     topp: float = 0.0,
+    verification: str | None = None,
+    lenience: float = 1.0,
     num_decodes: int = 1,
     max_decode_steps: int | None = None,
     dtype: str = 'float32',
@@ -294,6 +300,8 @@ def load_pair(
     temperature: 0 is greedy.
     topk: keep the k largest logits; 0 keeps all.
     topp: keep the smallest set with at least this mass; 0 keeps all.
+    verification: 'block', 'token_wise', or None for the better one.
+    lenience: in (0, 1]; below 1 is lossy, see `VerificationRule`.
     num_decodes: outputs an input.
     max_decode_steps: tokens an output at most.
     dtype: dtype of the parameters in memory.
@@ -307,6 +315,7 @@ def load_pair(
     UserError: a setting is out of range, vocabularies differ, or a checkpoint cannot be read.
   """
   rule = SamplingRule(temperature, topk, topp)
+  verify = VerificationRule(verification, lenience)
   check_gamma(gamma)
   if gamma and (draft_checkpoint_path is None or draft is None):
     raise UserError(f'draft: expected a checkpoint and a network for gamma {gamma}, found none')
@@ -319,5 +328,5 @@ def load_pair(
   draft_model = load_model(draft_checkpoint_path, draft, dtype) if gamma else None
   return Pair(
       target=load_model(checkpoint_path, target, dtype), draft=draft_model, vocabulary=vocabulary,
-      gamma=gamma, sampling=rule, num_decodes=num_decodes, max_decode_steps=max_decode_steps,
+      gamma=gamma, sampling=rule, verification=verify, num_decodes=num_decodes, max_decode_steps=max_decode_steps,
   )

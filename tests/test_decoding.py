@@ -13,6 +13,7 @@ from speculative_t5x import analysis, decoding, sampling, verification
 from speculative_t5x.drafters import ModelDrafter
 from speculative_t5x.errors import UserError
 from speculative_t5x.sampling import SamplingRule
+from speculative_t5x.verification import VerificationRule
 
 # Each distribution test rejects a correct program with this probability.
 ERROR_RATE = 1e-4
@@ -51,14 +52,17 @@ def p_value(target, draft, *, gamma, rule, samples=120_000, length=3, **kwargs):
 
 
 TARGET, DRAFT = toy.Toy(4, 1), toy.Toy(4, 2)
+TOKEN_WISE = VerificationRule('token_wise')
+VERIFICATIONS = [pytest.param(VerificationRule(name), id=name) for name in verification.RULES]
 
 
+@pytest.mark.parametrize('verify', VERIFICATIONS)
 @pytest.mark.parametrize('gamma', [0, 1, 2, 4])
 @pytest.mark.parametrize(
     'rule', [SamplingRule(1.0), SamplingRule(0.6), SamplingRule(1.0, topk=2),
              SamplingRule(1.3, topp=0.7)], ids=str)
-def test_samples_follow_the_target(gamma, rule):
-  assert p_value(TARGET, DRAFT, gamma=gamma, rule=rule) > ERROR_RATE
+def test_samples_follow_the_target(gamma, rule, verify):
+  assert p_value(TARGET, DRAFT, gamma=gamma, rule=rule, verify=verify) > ERROR_RATE
 
 
 def test_samples_follow_the_target_with_a_draft_rule_of_its_own():
@@ -92,15 +96,14 @@ class Mutations:
 
   @staticmethod
   def inclusive_comparison(monkeypatch):
-    def token_wise(draft_tokens, q, p, accept_uniforms, next_uniforms):
+    def token_wise(draft_tokens, q, p, accept_uniforms):
       at = lambda law: jnp.take_along_axis(law, draft_tokens[..., None], -1)[..., 0]
       # Uniforms of three values make r = 0 as likely as a coarse generator would.
       coarse = jnp.floor(accept_uniforms * 3) / 3
       accepted = verification.leading_count(coarse * at(q) <= at(p[:, :-1]))
       pick = lambda law: verification.at_position(law, accepted)
-      left = verification.residual(pick(p), pick(verification.pad_q(q)))
-      return accepted, sampling.sample(left, next_uniforms)
-    monkeypatch.setattr(verification, 'token_wise', token_wise)
+      return accepted, verification.residual(pick(p), pick(verification.pad_q(q)))
+    monkeypatch.setitem(verification.RULES, 'token_wise', token_wise)
 
   @staticmethod
   def q_without_transform(monkeypatch):
@@ -112,26 +115,45 @@ class Mutations:
 
   @staticmethod
   def p_without_transform(monkeypatch):
-    original = verification.token_wise
-    monkeypatch.setattr(
-        verification, 'token_wise',
-        lambda tokens, q, p, *uniforms: original(
-            tokens, q, jnp.sqrt(p) / jnp.sum(jnp.sqrt(p), -1, keepdims=True), *uniforms))
+    for name, original in verification.RULES.items():
+      monkeypatch.setitem(
+          verification.RULES, name,
+          lambda tokens, q, p, uniforms, original=original: original(
+              tokens, q, jnp.sqrt(p) / jnp.sum(jnp.sqrt(p), -1, keepdims=True), uniforms))
 
   @staticmethod
   def one_uniform_for_everything(monkeypatch):
-    original = verification.token_wise
     monkeypatch.setattr(
-        verification, 'token_wise',
-        lambda tokens, q, p, accept, following: original(
-            tokens, q, p, jnp.tile(following[:, None], (1, accept.shape[1])), following))
+        jax.random, 'uniform', lambda key, shape: jnp.tile(jax.random.bits(key) / 2.0**32, shape))
 
 
 @pytest.mark.parametrize('mutation', [x for x in dir(Mutations) if not x.startswith('_')])
 def test_the_distribution_test_detects(mutation, monkeypatch):
   getattr(Mutations, mutation)(monkeypatch)
   rule = SamplingRule(0.7, topk=2)
-  assert p_value(TARGET, DRAFT, gamma=2, rule=rule) < ERROR_RATE
+  assert p_value(TARGET, DRAFT, gamma=2, rule=rule, verify=TOKEN_WISE) < ERROR_RATE
+
+
+def test_a_block_accepts_more():
+  run = functools.partial(
+      decode, TARGET, DRAFT, gamma=4, rule=SamplingRule(1.0), batch=2000, length=40)
+  accepted = {}
+  for name in verification.RULES:
+    s = run(verify=VerificationRule(name)).statistics
+    accepted[name] = int(s.emitted.sum()) / int(s.rounds.sum())
+  assert accepted['block'] > accepted['token_wise'] + 0.02
+
+
+@pytest.mark.parametrize(
+    'temperature, leniences', [(0.0, (1.0, 0.2, 1e-3)), (1.0, (1.0, 0.5, 0.1))])
+def test_lenience_accepts_more(temperature, leniences):
+  run = functools.partial(
+      decode, TARGET, DRAFT, gamma=3, rule=SamplingRule(temperature), batch=500, length=30)
+  rates = []
+  for lenience in leniences:
+    s = run(verify=VerificationRule('token_wise', lenience)).statistics
+    rates.append(int(s.accepted.sum()) / int((s.accepted + s.rejected).sum()))
+  assert rates[0] <= rates[1] <= rates[2] and rates[0] < rates[2]
 
 
 @pytest.mark.parametrize('gamma', [1, 2, 3, 7])

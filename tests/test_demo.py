@@ -236,8 +236,8 @@ def test_medians_and_rates_come_from_the_clock(pair, short):
 
   example = measure.encode(pair, 'restore: open the file', None)
   found = measure.measure_task(
-      pair, 'restoration', [example], [], StepTimes(1, 1, 1, 4, 3), gamma=3, temperature=0.0, repeats=3,
-      clock=clock,
+      pair, 'restoration', [example], [], StepTimes(1, 1, 1, 4, 3), gamma=3, temperature=0.0,
+      repeats=3, clock=clock,
   )
   assert found.identical == 1
   assert found.factor == pytest.approx(2)
@@ -255,7 +255,8 @@ def test_a_wrong_output_is_counted(pair, short, monkeypatch):
   monkeypatch.setattr(Pair, 'predict', wrong)
   example = measure.encode(pair, 'restore: open the file', None)
   found = measure.measure_task(
-      pair, 'restoration', [example], [], StepTimes(1, 1, 1, 4, 3), gamma=3, temperature=0.0, repeats=1
+      pair, 'restoration', [example], [], StepTimes(1, 1, 1, 4, 3), gamma=3, temperature=0.0,
+      repeats=1,
   )
   assert found.identical == 0
 

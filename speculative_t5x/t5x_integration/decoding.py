@@ -11,6 +11,7 @@ from speculative_t5x.sampling import SamplingRule
 from speculative_t5x.step import TokensToLogits
 from speculative_t5x.t5x_integration.adapters import DecodingModel, expand_cache
 from speculative_t5x.t5x_integration.callbacks import with_callbacks
+from speculative_t5x.verification import VerificationRule
 
 
 def speculative_decode(
@@ -27,6 +28,8 @@ def speculative_decode(
     temperature: float | jax.Array = 1.0,
     topk: int = 0,
     topp: float = 0.0,
+    verification: str | None = None,
+    lenience: float = 1.0,
     initial_index: jax.Array | None = None,
     max_decode_steps: int | None = None,
     max_decode_steps_hard_limit: int | None = None,
@@ -52,6 +55,8 @@ def speculative_decode(
     temperature: 0 is greedy. A float, or a float array `[batch]`.
     topk: keep the k largest logits; 0 keeps all.
     topp: keep the smallest set of tokens with at least this mass; 0 keeps all.
+    verification: 'block', 'token_wise', or None for the better one.
+    lenience: in (0, 1]; below 1 is lossy, see `VerificationRule`.
     initial_index: int32 `[batch]`, where decoding starts when the caches are prefilled.
     max_decode_steps: tokens behind the prompt at most.
     max_decode_steps_hard_limit: caps `max_decode_steps` when both are given.
@@ -94,5 +99,5 @@ def speculative_decode(
   step, cache = ready(tokens_to_logits, expand_cache(cache, num_decodes, cache_offset))
   return decoding.speculative_decode(
       inputs, cache, step, eos_id, gamma=gamma, drafter=drafter, draft_state=draft_state,
-      rule=rule, num_decodes=num_decodes, decode_rng=decode_rng, initial_index=initial_index,
-      max_decode_steps=max_decode_steps, rescale_log_probs=rescale_log_probs)
+      rule=rule, verify=VerificationRule(verification, lenience), num_decodes=num_decodes,
+      decode_rng=decode_rng, initial_index=initial_index, max_decode_steps=max_decode_steps, rescale_log_probs=rescale_log_probs)
