@@ -30,12 +30,14 @@ class DecodeResult:
     scores: float32 `[batch, N]`, sum of the target's log-probabilities of the emitted tokens.
     statistics: arrays `[batch, N, ...]`.
     trace: arrays `[batch, N, L, ...]`, or None.
+    lenience: 1 when the sequences follow the target exactly.
   """
 
   sequences: jax.Array
   scores: jax.Array
   statistics: Statistics
   trace: Trace | None = None
+  lenience: float = flax.struct.field(default=1.0, pytree_node=False)
 
 
 @flax.struct.dataclass
@@ -278,7 +280,7 @@ def speculative_decode(
       sequences=arrange(final.sequences[:, 1 : max_decode_len + 1]),
       scores=jnp.take_along_axis(scores, order, axis=1),
       statistics=jax.tree.map(arrange, final.statistics),
-      trace=jax.tree.map(arrange, final.trace),
+      trace=jax.tree.map(arrange, final.trace), lenience=verify.lenience,
   )
 
 

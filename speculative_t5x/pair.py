@@ -328,5 +328,6 @@ def load_pair(
   draft_model = load_model(draft_checkpoint_path, draft, dtype) if gamma else None
   return Pair(
       target=load_model(checkpoint_path, target, dtype), draft=draft_model, vocabulary=vocabulary,
-      gamma=gamma, sampling=rule, verification=verify, num_decodes=num_decodes, max_decode_steps=max_decode_steps,
+      gamma=gamma, sampling=rule, verification=verify, num_decodes=num_decodes,
+      max_decode_steps=max_decode_steps,
   )

@@ -40,7 +40,8 @@ class VerificationRule:
       raise UserError(f'lenience: expected a number in (0, 1], found {self.lenience}')
     if self.lenience < 1.0 and self.name == 'block':
       raise UserError(
-          f'lenience: expected 1 with block verification (token_wise takes it), found {self.lenience}'
+          'lenience: expected 1 with block verification (token_wise takes it), found '
+          f'{self.lenience}'
       )
 
   def sampled(

@@ -119,9 +119,18 @@ def test_num_decodes(sentences, tmp_path):
   assert records[0]['prediction'] == records[0]['predictions'][-1]
 
 
+def test_a_lossy_run_says_so(sentences, tmp_path):
+  _, exact = run(sentences, tmp_path / 'exact')
+  assert not any('lenience' in record for record in exact)
+  _, lossy = run(sentences, tmp_path / 'lossy', '--gin.LENIENCE=0.1')
+  assert all(record['lenience'] == 0.1 for record in lossy if record['prediction'])
+
+
 @pytest.mark.parametrize(
     ('arguments', 'named'),
     [
+        (['--gin.LENIENCE=0.0'], 'lenience'),
+        (['--gin.VERIFICATION="best"'], 'verification'),
         (['--gin.GAMMA=-1'], 'gamma: expected at least 0, found -1'),
         (['--gin.TEMPERATURE=-1.0'], 'temperature'),
         (['--gin.TOPK=3', '--gin.TOPP=0.5'], 'topk and topp'),

@@ -100,4 +100,5 @@ def speculative_decode(
   return decoding.speculative_decode(
       inputs, cache, step, eos_id, gamma=gamma, drafter=drafter, draft_state=draft_state,
       rule=rule, verify=VerificationRule(verification, lenience), num_decodes=num_decodes,
-      decode_rng=decode_rng, initial_index=initial_index, max_decode_steps=max_decode_steps, rescale_log_probs=rescale_log_probs)
+      decode_rng=decode_rng, initial_index=initial_index, max_decode_steps=max_decode_steps,
+      rescale_log_probs=rescale_log_probs)

@@ -160,7 +160,11 @@ class SpeculativeModel(models.BaseTransformerModel):
         field.name: chosen(getattr(result.statistics, field.name))
         for field in dataclasses.fields(result.statistics)
     }
-    return sequences, {'scores': chosen(result.scores), 'statistics': statistics}
+    aux = {'scores': chosen(result.scores), 'statistics': statistics}
+    if result.lenience < 1.0:
+      # Lossy outputs say so, each.
+      aux['lenience'] = jnp.full_like(aux['scores'], result.lenience)
+    return sequences, aux
 
   @property
   def is_speculative(self) -> bool:
