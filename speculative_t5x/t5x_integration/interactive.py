@@ -141,7 +141,8 @@ class InteractiveModel:
         else {'target': '', **example} for example in examples
     ]
     dataset = interactive_model.get_dataset_from_natural_text_examples(
-        pairs, preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
+        pairs, preprocessors=[
+            seqio.preprocessors.tokenize, seqio.preprocessors.append_eos_after_trim],
         task_feature_lengths=self._task_feature_lengths, features=self._features)
     converted = self._converter(dataset, task_feature_lengths=self._task_feature_lengths)
     # One batch of all, unbatched: T5X asks for the dataset's length.

@@ -61,7 +61,8 @@ def text_task(
         name,
         source=seqio.FunctionDataSource(
             dataset_fn, splits=[SPLIT], num_input_examples={SPLIT: len(texts['inputs'])}),
-        preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
+        preprocessors=[
+            seqio.preprocessors.tokenize, seqio.preprocessors.append_eos_after_trim],
         output_features={'inputs': feature, 'targets': feature},
     )
   return name
