@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from speculative_t5x import checkpoints, decoding, paths, vocabularies
-from speculative_t5x.drafters import ModelDrafter
+from speculative_t5x.drafters import CopyingDrafter, Drafter, ModelDrafter, check_drafter
 from speculative_t5x.errors import UserError
 from speculative_t5x.network import T5Config, Transformer
 from speculative_t5x.sampling import SamplingRule
@@ -63,12 +63,13 @@ class Pair:
 
   Attributes:
     target: the model whose distribution the outputs follow.
-    draft: the model that guesses; None allows gamma 0 only.
+    draft: the model that guesses; None allows gamma 0 and a drafter that is no model.
     vocabulary: of both models.
     gamma: drafts a round.
     sampling: the rule for target and draft.
     draft_sampling: the draft's own rule; None is the target's.
     verification: how drafts are judged.
+    drafter: what guesses, one of `drafters.DRAFTERS`.
     num_decodes: outputs an input.
     max_decode_steps: tokens an output at most; None is up to the length asked for.
     rescale_log_probs: whether scores are of the adjusted distribution, see `speculative_decode`.
@@ -85,11 +86,13 @@ class Pair:
   sampling: SamplingRule = SamplingRule()  # noqa: RUF009 - frozen
   draft_sampling: SamplingRule | None = None
   verification: VerificationRule = VerificationRule()  # noqa: RUF009 - frozen
+  drafter: str = 'model'
   num_decodes: int = 1
   max_decode_steps: int | None = None
   rescale_log_probs: bool = False
 
   def __post_init__(self):
+    check_drafter(self.drafter)
     self._check_gamma(self.gamma)
     for name, model in (('target', self.target), ('draft', self.draft)):
       if model is not None and model.module.config.vocab_size < self.vocabulary.size:
@@ -101,7 +104,7 @@ class Pair:
   def _check_gamma(self, gamma: int) -> None:
     """Refuses a gamma below 0, and one above 0 without a draft."""
     check_gamma(gamma)
-    if gamma and self.draft is None:
+    if gamma and self.draft is None and self.drafter == 'model':
       raise UserError(f'draft: expected a model for gamma {gamma}, found none')
 
   def predict(
@@ -146,10 +149,14 @@ class Pair:
         gamma, dataclasses.replace(rule, temperature=1.0) if per_row else rule, per_row, trace
     )
     return program(
-        self.target.params, None if self.draft is None or not gamma else self.draft.params,
+        self.target.params, self.draft.params if gamma and self._drafts_with_model else None,
         jnp.asarray(inputs, jnp.int32), decoder_inputs, jnp.asarray(example_index, jnp.int32),
         jax.random.key(seed), jnp.asarray(rule.temperature, jnp.float32) if per_row else None,
     )
+
+  @property
+  def _drafts_with_model(self) -> bool:
+    return self.drafter == 'model'
 
   def plain(self, inputs: np.ndarray, **kwargs: Any) -> decoding.DecodeResult:
     """`predict` without a draft: one target run a token."""
@@ -188,17 +195,17 @@ class Pair:
       gamma: drafts a round; the draft encodes nothing when it is 0.
 
     Returns:
-      The caches of `target` and `draft`, of `B * N` rows; the draft's is None for gamma 0.
+      The target's cache and the drafter's state as `target` and `draft`, of `B * N` rows; the
+      state is None for gamma 0.
     """
     slots = decoding.cache_slots(max_length, gamma)
-    encode = lambda model, params: decoding.expand_rows(
-        model.module.apply({'params': params}, inputs, slots, method='init_cache'),
-        self.num_decodes,
-    )
-    return {
-        'target': encode(self.target, params['target']),
-        'draft': encode(self.draft, params['draft']) if gamma else None,
-    }
+    rows = lambda tree: decoding.expand_rows(tree, self.num_decodes)
+    encode = lambda model, params: rows(
+        model.module.apply({'params': params}, inputs, slots, method='init_cache'))
+    state = None
+    if gamma:
+      state = encode(self.draft, params['draft']) if self._drafts_with_model else rows(inputs)
+    return {'target': encode(self.target, params['target']), 'draft': state}
 
   def decode_from(
       self, caches: Mapping[str, Any], params: Mapping[str, Any], decoder_inputs: jax.Array, *,
@@ -226,10 +233,14 @@ class Pair:
       rule = dataclasses.replace(rule, temperature=temperature)
       draft_rule = dataclasses.replace(
           rule, temperature=jnp.repeat(temperature, self.num_decodes))
+    drafter: Drafter | None = None
+    if gamma:
+      drafter = CopyingDrafter()
+      if self._drafts_with_model:
+        drafter = ModelDrafter(step('draft'), self.draft_sampling or draft_rule)
     return decoding.speculative_decode(
         decoder_inputs, caches['target'], step('target'), self.vocabulary.eos_id, gamma=gamma,
-        drafter=ModelDrafter(step('draft'), self.draft_sampling or draft_rule) if gamma else None,
-        draft_state=caches['draft'], rule=rule, verify=self.verification,
+        drafter=drafter, draft_state=caches['draft'], rule=rule, verify=self.verification,
         num_decodes=self.num_decodes,
         max_decode_steps=self.max_decode_steps, rescale_log_probs=self.rescale_log_probs,
         **kwargs,
@@ -282,6 +293,7 @@ def load_pair(
     topp: float = 0.0,
     verification: str | None = None,
     lenience: float = 1.0,
+    drafter: str = 'model',
     num_decodes: int = 1,
     max_decode_steps: int | None = None,
     dtype: str = 'float32',
@@ -302,6 +314,7 @@ def load_pair(
     topp: keep the smallest set with at least this mass; 0 keeps all.
     verification: 'block', 'token_wise', or None for the better one.
     lenience: in (0, 1]; below 1 is lossy, see `VerificationRule`.
+    drafter: what guesses, one of `drafters.DRAFTERS`; only 'model' reads the draft's checkpoint.
     num_decodes: outputs an input.
     max_decode_steps: tokens an output at most.
     dtype: dtype of the parameters in memory.
@@ -317,7 +330,9 @@ def load_pair(
   rule = SamplingRule(temperature, topk, topp)
   verify = VerificationRule(verification, lenience)
   check_gamma(gamma)
-  if gamma and (draft_checkpoint_path is None or draft is None):
+  check_drafter(drafter)
+  needs_draft = gamma > 0 and drafter == 'model'
+  if needs_draft and (draft_checkpoint_path is None or draft is None):
     raise UserError(f'draft: expected a checkpoint and a network for gamma {gamma}, found none')
   vocabulary = vocabularies.load_vocabulary(paths.resolve(vocabulary_path), extra_ids=extra_ids)
   if draft_vocabulary_path is not None:
@@ -325,9 +340,9 @@ def load_pair(
         vocabulary,
         vocabularies.load_vocabulary(paths.resolve(draft_vocabulary_path), extra_ids=extra_ids),
     )
-  draft_model = load_model(draft_checkpoint_path, draft, dtype) if gamma else None
+  draft_model = load_model(draft_checkpoint_path, draft, dtype) if needs_draft else None
   return Pair(
       target=load_model(checkpoint_path, target, dtype), draft=draft_model, vocabulary=vocabulary,
-      gamma=gamma, sampling=rule, verification=verify, num_decodes=num_decodes,
-      max_decode_steps=max_decode_steps,
+      gamma=gamma, sampling=rule, verification=verify, drafter=drafter,
+      num_decodes=num_decodes, max_decode_steps=max_decode_steps,
   )

@@ -4,6 +4,21 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from speculative_t5x.errors import UserError
+
+# The drafters that can be named in gin: a smaller model, or copying from the context.
+DRAFTERS = ('model', 'copying')
+
+
+def check_drafter(name: str) -> None:
+  """Refuses a name that is not one of `DRAFTERS`.
+
+  Raises:
+    UserError: it is not.
+  """
+  if name not in DRAFTERS:
+    raise UserError(f'drafter: expected one of {", ".join(DRAFTERS)}, found {name}')
+
 
 class Proposal(NamedTuple):
   """Drafts of one round.
