@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from t5x import decoding as t5x_decoding
 
 from speculative_t5x import decoding
-from speculative_t5x.drafters import ModelDrafter
+from speculative_t5x.drafters import CopyingDrafter, ModelDrafter, check_drafter
 from speculative_t5x.errors import UserError
 from speculative_t5x.sampling import SamplingRule
 from speculative_t5x.step import TokensToLogits
@@ -24,6 +24,8 @@ def speculative_decode(
     cache_offset: int = 0,
     *,
     draft: DecodingModel | None = None,
+    draft_inputs: jax.Array | None = None,
+    drafter: str = 'model',
     gamma: int = 0,
     temperature: float | jax.Array = 1.0,
     topk: int = 0,
@@ -50,7 +52,9 @@ def speculative_decode(
     num_decodes: independent outputs an example.
     decode_rng: a key; `PRNGKey(0)` when None.
     cache_offset: the axis of the batch in `cache`.
-    draft: the draft model; needed unless `gamma` is 0.
+    draft: the draft model; needed when `drafter` is 'model' and `gamma` is not 0.
+    draft_inputs: int32 `[batch, S]`, the encoder's input, for a drafter that copies from it.
+    drafter: what guesses, one of `speculative_t5x.drafters.DRAFTERS`.
     gamma: drafts a round.
     temperature: 0 is greedy. A float, or a float array `[batch]`.
     topk: keep the k largest logits; 0 keeps all.
@@ -70,7 +74,8 @@ def speculative_decode(
   Raises:
     UserError: a value is out of range.
   """
-  if gamma and draft is None:
+  check_drafter(drafter)
+  if gamma and draft is None and drafter == 'model':
     raise UserError(f'draft: expected a model for gamma {gamma}, found None')
   if max_decode_steps is not None and max_decode_steps_hard_limit:
     max_decode_steps = min(max_decode_steps, max_decode_steps_hard_limit)
@@ -89,16 +94,19 @@ def speculative_decode(
         num_slots=decoding.cache_slots(inputs.shape[1], gamma),
         state_callback_fn=state_callback_fn, logit_callback_fn=logit_callback_fn)
 
-  drafter, draft_state = None, None
-  if gamma:
+  guesser, draft_state = None, None
+  if gamma and drafter == 'copying':
+    guesser = CopyingDrafter()
+    draft_state = rows(inputs[:, :0] if draft_inputs is None else draft_inputs)
+  elif gamma:
     draft_step, draft_state = ready(draft.tokens_to_logits, draft.expanded_cache(num_decodes))
     draft_rule = rule
     if jnp.ndim(temperature):
       draft_rule = SamplingRule(rows(jnp.asarray(temperature)), topk, topp)
-    drafter = ModelDrafter(draft_step, draft_rule, first)
+    guesser = ModelDrafter(draft_step, draft_rule, first)
   step, cache = ready(tokens_to_logits, expand_cache(cache, num_decodes, cache_offset))
   return decoding.speculative_decode(
-      inputs, cache, step, eos_id, gamma=gamma, drafter=drafter, draft_state=draft_state,
+      inputs, cache, step, eos_id, gamma=gamma, drafter=guesser, draft_state=draft_state,
       rule=rule, verify=VerificationRule(verification, lenience), num_decodes=num_decodes,
       decode_rng=decode_rng, initial_index=initial_index, max_decode_steps=max_decode_steps,
       rescale_log_probs=rescale_log_probs)

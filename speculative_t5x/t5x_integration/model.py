@@ -17,6 +17,7 @@ from flax.linen import partitioning as flax_partitioning
 from t5x import models
 
 from speculative_t5x import decoding as core_decoding
+from speculative_t5x.drafters import check_drafter
 from speculative_t5x.errors import UserError
 from speculative_t5x.pair import check_gamma
 from speculative_t5x.t5x_integration import adapters, decoding, partitioning, vocabularies
@@ -31,14 +32,15 @@ class SpeculativeModel(models.BaseTransformerModel):
 
   Attributes:
     target: the model whose distribution the outputs follow.
-    draft: the model that guesses.
+    draft: the model that guesses; None when none does.
   """
 
   def __init__(
       self,
       target: models.BaseTransformerModel,
-      draft: models.BaseTransformerModel,
+      draft: models.BaseTransformerModel | None = None,
       gamma: int = 4,
+      drafter: str = 'model',
       decode_fn: models.DecodeFnCallable = decoding.speculative_decode,
       default_decoder_params: models.DecoderParams | None = None,
       draft_logical_axis_rules: partitioning.LogicalAxisRules | None = None,
@@ -47,18 +49,27 @@ class SpeculativeModel(models.BaseTransformerModel):
 
     Args:
       target: a `t5x.models.EncoderDecoderModel` or `DecoderOnlyModel`.
-      draft: likewise, of either kind.
+      draft: likewise, of either kind; None with a drafter that is no model.
       gamma: drafts a round.
+      drafter: what guesses, one of `speculative_t5x.drafters.DRAFTERS`. Only 'model' has a draft:
+        with another one the model given here is dropped.
       decode_fn: `speculative_decode`, or a decode function of T5X's.
       default_decoder_params: `num_decodes` and `return_all_decodes` when a call names none.
       draft_logical_axis_rules: how the draft is partitioned, see `partitioning`; None replicates
         it.
 
     Raises:
-      UserError: gamma is below 0, or the vocabularies differ.
+      UserError: gamma is below 0, the drafter is unknown or lacks its model, or the vocabularies
+        differ.
     """
     check_gamma(gamma)
-    vocabularies.check_same(target.output_vocabulary, draft.output_vocabulary)
+    check_drafter(drafter)
+    if drafter != 'model':
+      draft = None
+    elif draft is None:
+      raise UserError("draft: expected a model for the drafter 'model', found None")
+    else:
+      vocabularies.check_same(target.output_vocabulary, draft.output_vocabulary)
     super().__init__(
         module=target.module, input_vocabulary=target.input_vocabulary,
         output_vocabulary=target.output_vocabulary, optimizer_def=target.optimizer_def,
@@ -68,6 +79,7 @@ class SpeculativeModel(models.BaseTransformerModel):
     self.target = target
     self.draft = draft
     self._gamma = gamma
+    self._drafter = drafter
     self._default_decoder_params = default_decoder_params or models.DecoderParams()
     self._draft_logical_axis_rules = draft_logical_axis_rules
 
@@ -77,11 +89,12 @@ class SpeculativeModel(models.BaseTransformerModel):
   ) -> flax_core.FrozenDict:
     """Both models' variables, each collection as `{'target': …, 'draft': …}`."""
     both = {'target': self.target.get_initial_variables(rng, input_shapes, input_types)}
-    with self._draft_axis_rules():
-      both['draft'] = self.draft.get_initial_variables(
-          rng, *adapters.inputs_for(self.draft, input_shapes, input_types))
+    if self.draft is not None:
+      with self._draft_axis_rules():
+        both['draft'] = self.draft.get_initial_variables(
+            rng, *adapters.inputs_for(self.draft, input_shapes, input_types))
     both = {name: flax_core.unfreeze(variables) for name, variables in both.items()}
-    if 'params_axes' in both['draft']:
+    if 'params_axes' in both.get('draft', {}):
       both['draft']['params_axes'] = partitioning.draft_axes(
           both['draft']['params_axes'], is_partitioned=self._draft_logical_axis_rules is not None)
     collections = dict.fromkeys(name for variables in both.values() for name in variables)
@@ -141,7 +154,7 @@ class SpeculativeModel(models.BaseTransformerModel):
     }
     target = adapters.prepare(self.target, params['target'], prompt, **sizes)
     draft = None
-    if gamma:
+    if gamma and self.draft is not None:
       with self._draft_axis_rules():
         draft = adapters.prepare(self.draft, params['draft'], prompt, **sizes)
       draft = dataclasses.replace(
@@ -150,7 +163,8 @@ class SpeculativeModel(models.BaseTransformerModel):
     result = self.decode_fn(
         inputs=prompt.decoder_inputs, cache=target.cache,
         tokens_to_logits=target.tokens_to_logits, num_decodes=num_decodes,
-        cache_offset=target.cache_offset, draft=draft, gamma=gamma,
+        cache_offset=target.cache_offset, draft=draft, drafter=self._drafter, gamma=gamma,
+        draft_inputs=None if prompt.is_decoder_only else prompt.inputs,
         initial_index=prompt.initial_index, **decoder_params)
     chosen = (lambda x: x) if return_all_decodes else (lambda x: x[:, -1])
     sequences = chosen(result.sequences)

@@ -28,7 +28,8 @@ class PairRestoreCheckpointConfig(utils.RestoreCheckpointConfig):
 
   Attributes:
     target: where and how to restore the target; its `mode` may be 'specific' or 'latest'.
-    draft: likewise.
+    draft: likewise; not needed when no model drafts.
+    drafter: what guesses, as `SpeculativeModel.drafter`; only 'model' has a checkpoint.
 
   Every other attribute is set here and left alone.
   """
@@ -37,6 +38,7 @@ class PairRestoreCheckpointConfig(utils.RestoreCheckpointConfig):
   mode: str = 'specific'
   target: utils.RestoreCheckpointConfig | None = None
   draft: utils.RestoreCheckpointConfig | None = None
+  drafter: str = 'model'
 
   def __post_init__(self):
     """Checks both sides; T5X asks `checkpoint_manager_cls` or `checkpointer_cls` for the state.
@@ -44,7 +46,7 @@ class PairRestoreCheckpointConfig(utils.RestoreCheckpointConfig):
     Raises:
       UserError: a side is missing, or its mode or its path is of no use here.
     """
-    for side in SIDES:
+    for side in self.sides:
       check_side(side, getattr(self, side))
     self.path = self.target.path
     self.mode = 'specific'
@@ -52,6 +54,11 @@ class PairRestoreCheckpointConfig(utils.RestoreCheckpointConfig):
     self.checkpoint_manager_cls = lambda **kwargs: PairCheckpointManager(self, **kwargs)
     self.checkpointer_cls = lambda **kwargs: PairCheckpointer(self, **kwargs)
     super().__post_init__()
+
+  @property
+  def sides(self) -> tuple[str, ...]:
+    """The names of the models that are restored."""
+    return SIDES if self.drafter == 'model' else SIDES[:1]
 
 
 def check_side(side: str, config: utils.RestoreCheckpointConfig | None) -> None:
@@ -122,12 +129,12 @@ class PairRestorer:
     self._train_state = train_state
     self._partitioner = partitioner
     self._use_orbax = use_orbax
-    self._paths = {side: find_path(side, getattr(config, side)) for side in SIDES}
+    self._paths = {side: find_path(side, getattr(config, side)) for side in config.sides}
 
   def restore(self, **kwargs: Any) -> train_state_lib.TrainState:
     """Both sides as one state; its step is the target's. T5X's arguments name the target alone."""
     del kwargs
-    return merge(self._train_state, {side: self._restore_side(side) for side in SIDES})
+    return merge(self._train_state, {side: self._restore_side(side) for side in self._paths})
 
   def _restore_side(self, side: str) -> train_state_lib.TrainState:
     config = getattr(self._config, side)
