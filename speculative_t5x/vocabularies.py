@@ -11,6 +11,7 @@ from typing import Protocol
 
 import sentencepiece
 
+from speculative_t5x import paths
 from speculative_t5x.errors import UserError
 
 # The type of a piece that is never split, in SentencePiece's `ModelProto`.
@@ -58,7 +59,7 @@ class SentencePieceVocabulary:
     """Loads a model file.
 
     Args:
-      path: a SentencePiece model, local.
+      path: a SentencePiece model, local or `gs://`.
       extra_ids: number of sentinels `<extra_id_0>`, … behind the model's pieces.
 
     Raises:
@@ -69,8 +70,7 @@ class SentencePieceVocabulary:
       raise UserError(f'extra_ids: expected at least 0, found {extra_ids}')
     self.path = os.path.expanduser(os.fspath(path))
     try:
-      with open(self.path, 'rb') as file:
-        content = file.read()
+      content = paths.read_bytes(self.path)
     except OSError as error:
       raise UserError(
           f'vocabulary {path}: expected a SentencePiece model, found: {error.strerror}'

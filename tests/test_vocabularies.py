@@ -71,3 +71,32 @@ def test_missing_and_foreign_files_are_refused(tmp_path):
   (tmp_path / 'other.model').write_bytes(b'other')
   with pytest.raises(UserError, match='expected a SentencePiece model'):
     vocabularies.load_vocabulary(tmp_path / 'other.model')
+
+
+def test_a_vocabulary_in_a_bucket_is_read(monkeypatch):
+  import tensorstore as ts
+
+  # The memory driver in the place of a bucket.
+  store = ts.KvStore.open({'driver': 'memory'}).result()
+  store.write('vocabs/sp.model', tasks.VOCABULARY.read_bytes()).result()
+  opened = []
+
+  def open_bucket(spec):
+    opened.append(spec)
+    return Ready(store)
+
+  monkeypatch.setattr(ts.KvStore, 'open', open_bucket)
+  assert vocabularies.load_vocabulary('gs://t5-data/vocabs/sp.model').size == 4096
+  assert opened == [{'driver': 'gcs', 'bucket': 't5-data'}]
+  with pytest.raises(UserError, match='No such file'):
+    vocabularies.load_vocabulary('gs://t5-data/vocabs/none.model')
+
+
+class Ready:
+  """A future that has its result."""
+
+  def __init__(self, value):
+    self._value = value
+
+  def result(self):
+    return self._value
