@@ -16,6 +16,7 @@ errors here, where zarr's default would be to read them as zeros.
 Writing produces the native layout, version 3, as `t5x.checkpoints.Checkpointer` does.
 """
 
+import collections
 import json
 import os
 import pathlib
@@ -47,6 +48,8 @@ WRAPPERS = ('optimizer', '_optimizer', 'target', 'params')
 MODULES = ('token_embedder', 'encoder', 'decoder')
 
 PLACEHOLDER = 'PLACEHOLDER://'
+# Arrays that are read at once.
+READS_AT_ONCE = 16
 
 
 def load_params(
@@ -73,10 +76,14 @@ def load_params(
   arrays = {name: array() for name, array in arrays.items()}
   if like is not None:
     _check_like(path, arrays, like)
-  # All reads are started before the first is waited for.
-  reads = {name: _start_read(array) for name, array in arrays.items()}
-  params = {}
-  for name, read in reads.items():
+  # Some reads are under way at once. What is read is cast and let go, so that a large model stored
+  # in float32 is never held whole beside its bfloat16 parameters.
+  params, waiting, reads = {}, collections.deque(arrays), collections.deque()
+  while waiting or reads:
+    while waiting and len(reads) < READS_AT_ONCE:
+      name = waiting.popleft()
+      reads.append((name, _start_read(arrays.pop(name))))
+    name, read = reads.popleft()
     try:
       value = np.asarray(read())
     except (ValueError, OSError) as error:
