@@ -13,8 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from speculative_t5x import checkpoints, decoding, paths, vocabularies
-from speculative_t5x.drafters import CopyingDrafter, Drafter, ModelDrafter, check_drafter
+from speculative_t5x import checkpoints, decoding, ngram, paths, vocabularies
+from speculative_t5x.drafters import (
+    CopyingDrafter,
+    Drafter,
+    ModelDrafter,
+    NgramDrafter,
+    check_drafter,
+)
+from speculative_t5x.drafters.ngram import NgramTable
 from speculative_t5x.errors import UserError
 from speculative_t5x.network import T5Config, Transformer
 from speculative_t5x.sampling import SamplingRule
@@ -70,6 +77,7 @@ class Pair:
     draft_sampling: the draft's own rule; None is the target's.
     verification: how drafts are judged.
     drafter: what guesses, one of `drafters.DRAFTERS`.
+    ngram_table: of the drafter 'ngram'.
     num_decodes: outputs an input.
     max_decode_steps: tokens an output at most; None is up to the length asked for.
     rescale_log_probs: whether scores are of the adjusted distribution, see `speculative_decode`.
@@ -87,6 +95,7 @@ class Pair:
   draft_sampling: SamplingRule | None = None
   verification: VerificationRule = VerificationRule()  # noqa: RUF009 - frozen
   drafter: str = 'model'
+  ngram_table: NgramTable | None = None
   num_decodes: int = 1
   max_decode_steps: int | None = None
   rescale_log_probs: bool = False
@@ -104,7 +113,9 @@ class Pair:
   def _check_gamma(self, gamma: int) -> None:
     """Refuses a gamma below 0, and one above 0 without a draft."""
     check_gamma(gamma)
-    if gamma and self.draft is None and self.drafter == 'model':
+    if gamma and self.drafter == 'ngram' and self.ngram_table is None:
+      raise UserError("ngram_table: expected one for the drafter 'ngram', found None")
+    if gamma and self.draft is None and self._drafts_with_model:
       raise UserError(f'draft: expected a model for gamma {gamma}, found none')
 
   def predict(
@@ -149,7 +160,7 @@ class Pair:
         gamma, dataclasses.replace(rule, temperature=1.0) if per_row else rule, per_row, trace
     )
     return program(
-        self.target.params, self.draft.params if gamma and self._drafts_with_model else None,
+        self.target.params, self._draft_params if gamma else None,
         jnp.asarray(inputs, jnp.int32), decoder_inputs, jnp.asarray(example_index, jnp.int32),
         jax.random.key(seed), jnp.asarray(rule.temperature, jnp.float32) if per_row else None,
     )
@@ -157,6 +168,11 @@ class Pair:
   @property
   def _drafts_with_model(self) -> bool:
     return self.drafter == 'model'
+
+  @property
+  def _draft_params(self) -> Any:
+    """What the drafter reads: a model's parameters, or a table."""
+    return self.draft.params if self._drafts_with_model else self.ngram_table
 
   def plain(self, inputs: np.ndarray, **kwargs: Any) -> decoding.DecodeResult:
     """`predict` without a draft: one target run a token."""
@@ -203,8 +219,10 @@ class Pair:
     encode = lambda model, params: rows(
         model.module.apply({'params': params}, inputs, slots, method='init_cache'))
     state = None
-    if gamma:
-      state = encode(self.draft, params['draft']) if self._drafts_with_model else rows(inputs)
+    if gamma and self._drafts_with_model:
+      state = encode(self.draft, params['draft'])
+    elif gamma:
+      state = rows(inputs)
     return {'target': encode(self.target, params['target']), 'draft': state}
 
   def decode_from(
@@ -235,9 +253,12 @@ class Pair:
           rule, temperature=jnp.repeat(temperature, self.num_decodes))
     drafter: Drafter | None = None
     if gamma:
-      drafter = CopyingDrafter()
-      if self._drafts_with_model:
-        drafter = ModelDrafter(step('draft'), self.draft_sampling or draft_rule)
+      draft_rule = self.draft_sampling or draft_rule
+      drafter = {
+          'model': lambda: ModelDrafter(step('draft'), draft_rule),
+          'ngram': lambda: NgramDrafter(params['draft'], draft_rule),
+          'copying': CopyingDrafter,
+      }[self.drafter]()
     return decoding.speculative_decode(
         decoder_inputs, caches['target'], step('target'), self.vocabulary.eos_id, gamma=gamma,
         drafter=drafter, draft_state=caches['draft'], rule=rule, verify=self.verification,
@@ -294,6 +315,8 @@ def load_pair(
     verification: str | None = None,
     lenience: float = 1.0,
     drafter: str = 'model',
+    ngram_path: str | None = None,
+    draft_temperature: float | None = None,
     num_decodes: int = 1,
     max_decode_steps: int | None = None,
     dtype: str = 'float32',
@@ -315,6 +338,8 @@ def load_pair(
     verification: 'block', 'token_wise', or None for the better one.
     lenience: in (0, 1]; below 1 is lossy, see `VerificationRule`.
     drafter: what guesses, one of `drafters.DRAFTERS`; only 'model' reads the draft's checkpoint.
+    ngram_path: table of the drafter 'ngram', from `python -m speculative_t5x.ngram`.
+    draft_temperature: of the drafts; None is the target's.
     num_decodes: outputs an input.
     max_decode_steps: tokens an output at most.
     dtype: dtype of the parameters in memory.
@@ -340,9 +365,18 @@ def load_pair(
         vocabulary,
         vocabularies.load_vocabulary(paths.resolve(draft_vocabulary_path), extra_ids=extra_ids),
     )
+  table = None
+  if drafter == 'ngram' and ngram_path is None:
+    raise UserError("NGRAM_PATH: expected a table for the drafter 'ngram', found None")
+  if drafter == 'ngram':
+    table = jax.tree.map(jnp.asarray, ngram.load(ngram_path, vocabulary))
+  draft_rule = None
+  if draft_temperature is not None:
+    draft_rule = SamplingRule(draft_temperature, topk, topp)
   draft_model = load_model(draft_checkpoint_path, draft, dtype) if needs_draft else None
   return Pair(
       target=load_model(checkpoint_path, target, dtype), draft=draft_model, vocabulary=vocabulary,
-      gamma=gamma, sampling=rule, verification=verify, drafter=drafter,
+      gamma=gamma, sampling=rule, draft_sampling=draft_rule, verification=verify,
+      drafter=drafter, ngram_table=table,
       num_decodes=num_decodes, max_decode_steps=max_decode_steps,
   )

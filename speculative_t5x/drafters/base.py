@@ -6,8 +6,8 @@ import jax
 
 from speculative_t5x.errors import UserError
 
-# The drafters that can be named in gin: a smaller model, or copying from the context.
-DRAFTERS = ('model', 'copying')
+# The drafters that can be named in gin: a smaller model, copying from the context, an n-gram table.
+DRAFTERS = ('model', 'copying', 'ngram')
 
 
 def check_drafter(name: str) -> None:

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 from t5x import decoding as t5x_decoding
 
 from speculative_t5x import decoding
-from speculative_t5x.drafters import CopyingDrafter, ModelDrafter, check_drafter
 from speculative_t5x.errors import UserError
 from speculative_t5x.sampling import SamplingRule
 from speculative_t5x.step import TokensToLogits
-from speculative_t5x.t5x_integration.adapters import DecodingModel, expand_cache
+from speculative_t5x.t5x_integration.adapters import expand_cache
 from speculative_t5x.t5x_integration.callbacks import with_callbacks
+from speculative_t5x.t5x_integration.drafts import Draft
 from speculative_t5x.verification import VerificationRule
 
 
@@ -23,13 +23,12 @@ def speculative_decode(
     decode_rng: jax.Array | None = None,
     cache_offset: int = 0,
     *,
-    draft: DecodingModel | None = None,
-    draft_inputs: jax.Array | None = None,
-    drafter: str = 'model',
+    draft: Draft | None = None,
     gamma: int = 0,
     temperature: float | jax.Array = 1.0,
     topk: int = 0,
     topp: float = 0.0,
+    draft_temperature: float | None = None,
     verification: str | None = None,
     lenience: float = 1.0,
     initial_index: jax.Array | None = None,
@@ -52,13 +51,13 @@ def speculative_decode(
     num_decodes: independent outputs an example.
     decode_rng: a key; `PRNGKey(0)` when None.
     cache_offset: the axis of the batch in `cache`.
-    draft: the draft model; needed when `drafter` is 'model' and `gamma` is not 0.
-    draft_inputs: int32 `[batch, S]`, the encoder's input, for a drafter that copies from it.
-    drafter: what guesses, one of `speculative_t5x.drafters.DRAFTERS`.
+    draft: what guesses, such as a `ModelDraft`; needed unless `gamma` is 0.
     gamma: drafts a round.
     temperature: 0 is greedy. A float, or a float array `[batch]`.
     topk: keep the k largest logits; 0 keeps all.
     topp: keep the smallest set of tokens with at least this mass; 0 keeps all.
+    draft_temperature: of the drafts, a float; None is `temperature`. The law of what is emitted is
+      the target's whatever it is.
     verification: 'block', 'token_wise', or None for the better one.
     lenience: in (0, 1]; below 1 is lossy, see `VerificationRule`.
     initial_index: int32 `[batch]`, where decoding starts when the caches are prefilled.
@@ -74,9 +73,8 @@ def speculative_decode(
   Raises:
     UserError: a value is out of range.
   """
-  check_drafter(drafter)
-  if gamma and draft is None and drafter == 'model':
-    raise UserError(f'draft: expected a model for gamma {gamma}, found None')
+  if gamma and draft is None:
+    raise UserError(f'draft: expected one for gamma {gamma}, found None')
   if max_decode_steps is not None and max_decode_steps_hard_limit:
     max_decode_steps = min(max_decode_steps, max_decode_steps_hard_limit)
   rule = SamplingRule(temperature, topk, topp)
@@ -94,19 +92,17 @@ def speculative_decode(
         num_slots=decoding.cache_slots(inputs.shape[1], gamma),
         state_callback_fn=state_callback_fn, logit_callback_fn=logit_callback_fn)
 
-  guesser, draft_state = None, None
-  if gamma and drafter == 'copying':
-    guesser = CopyingDrafter()
-    draft_state = rows(inputs[:, :0] if draft_inputs is None else draft_inputs)
-  elif gamma:
-    draft_step, draft_state = ready(draft.tokens_to_logits, draft.expanded_cache(num_decodes))
+  drafter, draft_state = None, None
+  if gamma:
     draft_rule = rule
-    if jnp.ndim(temperature):
+    if draft_temperature is not None:
+      draft_rule = SamplingRule(draft_temperature, topk, topp)
+    elif jnp.ndim(temperature):
       draft_rule = SamplingRule(rows(jnp.asarray(temperature)), topk, topp)
-    guesser = ModelDrafter(draft_step, draft_rule, first)
+    drafter, draft_state = draft.start(draft_rule, first, num_decodes, ready)
   step, cache = ready(tokens_to_logits, expand_cache(cache, num_decodes, cache_offset))
   return decoding.speculative_decode(
-      inputs, cache, step, eos_id, gamma=gamma, drafter=guesser, draft_state=draft_state,
+      inputs, cache, step, eos_id, gamma=gamma, drafter=drafter, draft_state=draft_state,
       rule=rule, verify=VerificationRule(verification, lenience), num_decodes=num_decodes,
       decode_rng=decode_rng, initial_index=initial_index, max_decode_steps=max_decode_steps,
       rescale_log_probs=rescale_log_probs)

@@ -18,9 +18,10 @@ from t5x import models
 
 from speculative_t5x import decoding as core_decoding
 from speculative_t5x.drafters import check_drafter
+from speculative_t5x.drafters.ngram import NgramTable
 from speculative_t5x.errors import UserError
 from speculative_t5x.pair import check_gamma
-from speculative_t5x.t5x_integration import adapters, decoding, partitioning, vocabularies
+from speculative_t5x.t5x_integration import adapters, decoding, drafts, partitioning, vocabularies
 
 
 class SpeculativeModel(models.BaseTransformerModel):
@@ -41,6 +42,7 @@ class SpeculativeModel(models.BaseTransformerModel):
       draft: models.BaseTransformerModel | None = None,
       gamma: int = 4,
       drafter: str = 'model',
+      ngram_table: NgramTable | None = None,
       decode_fn: models.DecodeFnCallable = decoding.speculative_decode,
       default_decoder_params: models.DecoderParams | None = None,
       draft_logical_axis_rules: partitioning.LogicalAxisRules | None = None,
@@ -53,6 +55,7 @@ class SpeculativeModel(models.BaseTransformerModel):
       gamma: drafts a round.
       drafter: what guesses, one of `speculative_t5x.drafters.DRAFTERS`. Only 'model' has a draft:
         with another one the model given here is dropped.
+      ngram_table: of the drafter 'ngram', see `tasks.ngram_table`.
       decode_fn: `speculative_decode`, or a decode function of T5X's.
       default_decoder_params: `num_decodes` and `return_all_decodes` when a call names none.
       draft_logical_axis_rules: how the draft is partitioned, see `partitioning`; None replicates
@@ -64,6 +67,8 @@ class SpeculativeModel(models.BaseTransformerModel):
     """
     check_gamma(gamma)
     check_drafter(drafter)
+    if drafter == 'ngram' and ngram_table is None:
+      raise UserError("ngram_table: expected one for the drafter 'ngram', found None")
     if drafter != 'model':
       draft = None
     elif draft is None:
@@ -80,6 +85,7 @@ class SpeculativeModel(models.BaseTransformerModel):
     self.draft = draft
     self._gamma = gamma
     self._drafter = drafter
+    self._ngram_table = ngram_table
     self._default_decoder_params = default_decoder_params or models.DecoderParams()
     self._draft_logical_axis_rules = draft_logical_axis_rules
 
@@ -153,18 +159,12 @@ class SpeculativeModel(models.BaseTransformerModel):
         'num_decodes': num_decodes, 'vocab_size': self.output_vocabulary.vocab_size,
     }
     target = adapters.prepare(self.target, params['target'], prompt, **sizes)
-    draft = None
-    if gamma and self.draft is not None:
-      with self._draft_axis_rules():
-        draft = adapters.prepare(self.draft, params['draft'], prompt, **sizes)
-      draft = dataclasses.replace(
-          draft, tokens_to_logits=self._with_draft_axis_rules(draft.tokens_to_logits))
+    draft = self._draft_of(params, prompt, **sizes) if gamma else None
     decoder_params.setdefault('eos_id', self.output_vocabulary.eos_id or 1)
     result = self.decode_fn(
         inputs=prompt.decoder_inputs, cache=target.cache,
         tokens_to_logits=target.tokens_to_logits, num_decodes=num_decodes,
-        cache_offset=target.cache_offset, draft=draft, drafter=self._drafter, gamma=gamma,
-        draft_inputs=None if prompt.is_decoder_only else prompt.inputs,
+        cache_offset=target.cache_offset, draft=draft, gamma=gamma,
         initial_index=prompt.initial_index, **decoder_params)
     chosen = (lambda x: x) if return_all_decodes else (lambda x: x[:, -1])
     sequences = chosen(result.sequences)
@@ -198,6 +198,21 @@ class SpeculativeModel(models.BaseTransformerModel):
 
   def _compute_logits(self, params, batch, dropout_rng=None, **kwargs):
     return self.target._compute_logits(params['target'], batch, dropout_rng, **kwargs)
+
+  def _draft_of(self, params, prompt, **sizes) -> drafts.Draft:
+    """What the decode function drafts with."""
+    if self._drafter == 'copying':
+      inputs = prompt.inputs
+      if prompt.is_decoder_only:
+        # They stand in the decoded sequence itself.
+        inputs = inputs[:, :0]
+      return drafts.CopyingDraft(inputs)
+    if self._drafter == 'ngram':
+      return drafts.NgramDraft(self._ngram_table)
+    with self._draft_axis_rules():
+      draft = adapters.prepare(self.draft, params['draft'], prompt, **sizes)
+    return drafts.ModelDraft(dataclasses.replace(
+        draft, tokens_to_logits=self._with_draft_axis_rules(draft.tokens_to_logits)))
 
   def _decode_target(self, params, batch, rng, **kwargs):
     """What the target alone decodes with T5X's own decode function."""

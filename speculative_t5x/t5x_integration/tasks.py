@@ -7,7 +7,8 @@ import seqio
 import tensorflow as tf
 
 from speculative_t5x import inputs as inputs_lib
-from speculative_t5x import paths
+from speculative_t5x import ngram, paths, vocabularies
+from speculative_t5x.drafters.ngram import NgramTable
 from speculative_t5x.errors import UserError
 
 SPLIT = 'test'
@@ -82,3 +83,23 @@ def vocabulary(path: str, extra_ids: int = 0) -> seqio.Vocabulary:
   if path == 'bytes':
     return seqio.ByteVocabulary(extra_ids)
   return seqio.SentencePieceVocabulary(paths.resolve(path), extra_ids)
+
+
+def ngram_table(path: str | None, vocabulary_path: str, extra_ids: int = 0) -> NgramTable | None:
+  """The table of the drafter 'ngram', from the macros that both commands share.
+
+  Args:
+    path: an `.npz` of `python -m speculative_t5x.ngram`; None when another drafter is used.
+    vocabulary_path: of the target, as `vocabulary`'s `path`.
+    extra_ids: sentinels behind its pieces.
+
+  Returns:
+    The table, or None.
+
+  Raises:
+    UserError: see `speculative_t5x.ngram.load`.
+  """
+  if path is None:
+    return None
+  return ngram.load(path, vocabularies.load_vocabulary(
+      paths.resolve(vocabulary_path), extra_ids=extra_ids))
