@@ -51,7 +51,7 @@ def speculative_decode(
     num_decodes: independent outputs an example.
     decode_rng: a key; `PRNGKey(0)` when None.
     cache_offset: the axis of the batch in `cache`.
-    draft: what guesses, such as a `ModelDraft`; needed unless `gamma` is 0.
+    draft: what guesses, such as an `adapters.DecodingModel`; needed unless `gamma` is 0.
     gamma: drafts a round.
     temperature: 0 is greedy. A float, or a float array `[batch]`.
     topk: keep the k largest logits; 0 keeps all.

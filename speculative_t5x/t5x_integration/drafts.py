@@ -1,4 +1,4 @@
-"""What a decode function drafts with: a model, the context, or an n-gram table."""
+"""What a decode function drafts with: an `adapters.DecodingModel`, the context, or n-grams."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,10 +7,9 @@ from typing import Any, Protocol
 import jax
 
 from speculative_t5x import decoding
-from speculative_t5x.drafters import CopyingDrafter, Drafter, ModelDrafter, NgramDrafter
+from speculative_t5x.drafters import CopyingDrafter, Drafter, NgramDrafter
 from speculative_t5x.drafters.ngram import NgramTable
 from speculative_t5x.sampling import SamplingRule
-from speculative_t5x.t5x_integration.adapters import DecodingModel
 
 # Wraps a decode step and its cache, as `callbacks.with_callbacks` does.
 Wrap = Callable[[Any, Any], tuple[Any, Any]]
@@ -31,18 +30,6 @@ class Draft(Protocol):
       wrap: for the decode step of a model.
     """
     ...
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelDraft:
-  """Drafts with a model."""
-
-  model: DecodingModel
-
-  def start(self, rule, first_positions, num_decodes, wrap):
-    """See `Draft.start`."""
-    step, cache = wrap(self.model.tokens_to_logits, self.model.expanded_cache(num_decodes))
-    return ModelDrafter(step, rule, first_positions), cache
 
 
 @dataclasses.dataclass(frozen=True)

@@ -211,8 +211,8 @@ class SpeculativeModel(models.BaseTransformerModel):
       return drafts.NgramDraft(self._ngram_table)
     with self._draft_axis_rules():
       draft = adapters.prepare(self.draft, params['draft'], prompt, **sizes)
-    return drafts.ModelDraft(dataclasses.replace(
-        draft, tokens_to_logits=self._with_draft_axis_rules(draft.tokens_to_logits)))
+    return dataclasses.replace(
+        draft, tokens_to_logits=self._with_draft_axis_rules(draft.tokens_to_logits))
 
   def _decode_target(self, params, batch, rng, **kwargs):
     """What the target alone decodes with T5X's own decode function."""
