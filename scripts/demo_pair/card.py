@@ -2,7 +2,7 @@
 
     python scripts/demo_pair/card.py
 
-Reads `speculative_t5x/demo/evaluation.json` (evaluate.py), and `results/*.jsonl` (the training logs)
+Reads `speculative_t5x/demo/evaluation.json` (evaluate.py) and the training logs in `results/`
 beside this script; writes `speculative_t5x/demo/README.md` and `learning_curve.png`.
 """
 
