@@ -27,22 +27,11 @@ PAPER = {'unigram': '.08 / .07', 'bigram': '.20 / .19'}
 
 def ngram_tables(vocabulary):
   """Tables of one to three tokens, of the outputs of both tasks."""
-  ids = [output for _, output in train.encode(vocabulary, train.corpus_texts())]
+  ids = [[*vocabulary.encode(target), vocabulary.eos_id] for _, target in train.corpus_texts()]
   return {
       name: jax.tree.map(jnp.asarray, ngram.build(ids, vocabulary.size, order))
       for order, name in enumerate(('unigram', 'bigram', 'trigram'), 1)
   }
-
-
-class Encoder:
-  """What `train.encode` asks of a SentencePiece processor."""
-
-  def __init__(self, vocabulary):
-    self.vocabulary, self.size = vocabulary, vocabulary.size
-
-  def encode(self, texts, add_eos):
-    assert add_eos
-    return [[*self.vocabulary.encode(text), self.vocabulary.eos_id] for text in texts]
 
 
 def main():
@@ -54,7 +43,7 @@ def main():
   args = parser.parse_args()
   pair = load_demo_pair()
   drafters = {'model': {}, 'copying': {'drafter': 'copying'}}
-  for name, table in ngram_tables(Encoder(pair.vocabulary)).items():
+  for name, table in ngram_tables(pair.vocabulary).items():
     drafters[name] = {'drafter': 'ngram', 'ngram_table': table}
   settings = [(0.0, None), (1.0, 'token_wise'), (1.0, 'block')]
   examples = {
@@ -79,16 +68,16 @@ def main():
           print(records[-1], flush=True)
   args.folder.mkdir(parents=True, exist_ok=True)
   (args.folder / 'drafters.json').write_text(json.dumps(records, indent=1) + '\n')
-  (args.folder / 'drafters.md').write_text(table(records, len(examples['restoration'])))
+  (args.folder / 'drafters.md').write_text(markdown(records, len(examples['restoration'])))
 
 
-def table(records, sentences):
+def markdown(records, sentences):
   """The records as a Markdown table."""
   columns = ('drafter', 'temperature', 'verification', 'gamma', 'task', 'alpha', 'tokens_a_round',
              'factor')
   lines = [
-      f'{sentences} sentences of each task, batch 1. alpha: accepted / judged drafts. factor: speed '
-      'over plain decoding. The last column is alpha in the paper, on EnDe at T = 0 and 1.', '',
+      f'{sentences} sentences of each task, batch 1. alpha: accepted / judged drafts. factor: speed over '
+      'plain decoding. The last column is alpha in the paper, on EnDe at T = 0 and 1.', '',
       '| ' + ' | '.join((*columns, 'paper')) + ' |',
       '| ' + '--- | ' * (len(columns) + 1),
   ]
