@@ -76,8 +76,8 @@ def markdown(records, sentences):
   columns = ('drafter', 'temperature', 'verification', 'gamma', 'task', 'alpha', 'tokens_a_round',
              'factor')
   lines = [
-      f'{sentences} sentences of each task, batch 1. alpha: accepted / judged drafts. factor: speed over '
-      'plain decoding. The last column is alpha in the paper, on EnDe at T = 0 and 1.', '',
+      f'{sentences} sentences of each task, batch 1. alpha: accepted / judged drafts. factor: '
+      'speed over plain decoding. The last column is alpha in the paper, on EnDe at T = 0 and 1.', '',
       '| ' + ' | '.join((*columns, 'paper')) + ' |',
       '| ' + '--- | ' * (len(columns) + 1),
   ]
