@@ -77,7 +77,7 @@ def markdown(records, sentences):
              'factor')
   lines = [
       f'{sentences} sentences of each task, batch 1. alpha: accepted / judged drafts. factor: '
-      'speed over plain decoding. The last column is alpha in the paper, on EnDe at T = 0 and 1.', '',
+      'speed over plain decoding. The last column is alpha in the paper, EnDe at T = 0 and 1.', '',
       '| ' + ' | '.join((*columns, 'paper')) + ' |',
       '| ' + '--- | ' * (len(columns) + 1),
   ]
