@@ -47,8 +47,8 @@ def main():
     drafters[name] = {'drafter': 'ngram', 'ngram_table': table}
   settings = [(0.0, None), (1.0, 'token_wise'), (1.0, 'block')]
   examples = {
-      task: [measure.encode(pair, *text) for text in tasks.examples(
-          tasks.read_pairs(tasks.HELD_OUT), task)[: args.num_sentences]]
+      task: [measure.encode(pair, *text) for text in tasks.spread(tasks.examples(
+          tasks.read_pairs(tasks.HELD_OUT), task), args.num_sentences)]
       for task in tasks.PREFIXES
   }
   records = []

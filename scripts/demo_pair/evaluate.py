@@ -22,7 +22,7 @@ from speculative_t5x.pair import Pair
 
 # Gammas at which every output is compared, and those at which acceptance is measured.
 COMPARED = (1, 4, 7)
-MEASURED = range(1, 9)
+MEASURED = (1, 4, 7)
 # Longest input and output in tokens, in two sizes so that short sentences do not pay for long.
 BUCKETS = ((72, 96), (256, 320))
 

@@ -36,7 +36,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
   )
   parser.add_argument(
       '--num_sentences', type=int, default=20,
-      help='held-out sentences to measure, the first of the file; default: 20 of each task',
+      help='held-out sentences to measure, spread over the file; default: 20 of each task',
   )
   parser.add_argument(
       '--num_shown', type=int, default=4,
@@ -83,7 +83,9 @@ def texts_of(args: argparse.Namespace) -> dict[str, list[tuple[str, str | None]]
   if args.input is None:
     pairs = tasks.read_pairs(tasks.HELD_OUT)
     chosen = [args.task] if args.task else tasks.PREFIXES
-    return {task: tasks.examples(pairs, task)[: args.num_sentences] for task in chosen}
+    return {
+        task: tasks.spread(tasks.examples(pairs, task), args.num_sentences) for task in chosen
+    }
   task = args.task or 'restoration'
   # The target was trained on spoken form; written text would be a task it has not seen.
   text = tasks.spoken(args.input) if task == 'restoration' else ' '.join(args.input.split())

@@ -39,3 +39,9 @@ def examples(pairs: list[tuple[str, str]], task: str) -> list[tuple[str, str]]:
     return [(TRANSLATE + english, german) for english, german in pairs]
   found = [(spoken(english), english) for english, _ in pairs]
   return [(RESTORE + heard, english) for heard, english in found if heard]
+
+
+def spread(found: list[tuple[str, str]], count: int) -> list[tuple[str, str]]:
+  """`count` of the examples, evenly spread: neighbours come from one page and are alike."""
+  step = max(1, len(found) // count)
+  return found[::step][:count]
