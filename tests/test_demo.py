@@ -12,7 +12,7 @@ from rich.console import Console
 
 from speculative_t5x import analysis
 from speculative_t5x.demo import __main__ as demo
-from speculative_t5x.demo import measure, render, report, results
+from speculative_t5x.demo import measure, render, report, results, tasks
 from speculative_t5x.demo.results import Kind, Sentence, StepTimes, TaskResult
 from speculative_t5x.errors import UserError
 from speculative_t5x.network import T5Config, Transformer
@@ -273,6 +273,13 @@ def test_steps_are_timed(pair, short):
 def test_overhead_is_a_round_over_its_steps():
   steps = StepTimes(target=2.0, target_verify=4.0, draft=0.5, round=6.05, gamma=3)
   assert steps.overhead == pytest.approx(1.1)
+
+
+def test_examples_are_spread_over_the_file():
+  every = [(str(i), '') for i in range(500)]
+  assert [source for source, _ in tasks.spread(every, 20)] == [str(i) for i in range(0, 500, 25)]
+  assert tasks.spread(every[:3], 20) == every[:3]
+  assert len(tasks.spread(every, 499)) == 499
 
 
 def test_text_that_is_too_long_is_refused(pair, short):
