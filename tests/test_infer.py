@@ -119,6 +119,41 @@ def test_num_decodes(sentences, tmp_path):
   assert records[0]['prediction'] == records[0]['predictions'][-1]
 
 
+TASK_MODULE = """
+import seqio
+import tensorflow as tf
+
+from speculative_t5x.demo import tasks
+
+vocabulary = seqio.SentencePieceVocabulary(str(tasks.VOCABULARY), 0)
+texts = {'inputs': ['restore: open the file', 'restore: save it'], 'targets': ['Open.', 'Save.']}
+seqio.TaskRegistry.add(
+    'own_task',
+    source=seqio.FunctionDataSource(
+        lambda split, shuffle_files, seed=None: tf.data.Dataset.from_tensor_slices(texts),
+        splits=['test']),
+    preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
+    output_features={name: seqio.Feature(vocabulary) for name in texts},
+)
+"""
+
+
+def test_a_seqio_task_is_decoded(tmp_path, monkeypatch):
+  """A task of the user's own module, which a gin file imports as T5X's do."""
+  (tmp_path / 'own_tasks.py').write_text(TASK_MODULE, encoding='utf-8')
+  (tmp_path / 'own.gin').write_text('import own_tasks\n', encoding='utf-8')
+  monkeypatch.syspath_prepend(tmp_path)
+  folder = tmp_path / 'out'
+  task = [f'--gin_file={tmp_path / "own.gin"}', SHORT, f'--output_dir={folder}']
+  assert infer.main([GIN, *task, '--gin.MIXTURE_OR_TASK_NAME=own_task']) == 0
+  lines = (folder / 'inferences.jsonl').read_text(encoding='utf-8').splitlines()
+  records = [json.loads(line) for line in lines]
+  assert [r['inputs'] for r in records] == ['restore: open the file', 'restore: save it']
+  assert [r['targets'] for r in records] == ['Open.', 'Save.']
+  assert all(r['prediction'] for r in records)
+  assert infer.main([GIN, *task, '--gin.MIXTURE_OR_TASK_NAME=no_task']) == 2
+
+
 def test_a_lossy_run_says_so(sentences, tmp_path):
   _, exact = run(sentences, tmp_path / 'exact')
   assert not any('lenience' in record for record in exact)
