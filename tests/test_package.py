@@ -5,7 +5,6 @@ import importlib.metadata
 import importlib.resources
 import os
 import pathlib
-import pkgutil
 import re
 import shlex
 import subprocess
@@ -15,6 +14,7 @@ import pytest
 
 import gin_configs
 import speculative_t5x
+from speculative_t5x.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -26,10 +26,18 @@ ASSETS = ('demo/data/test_libreoffice.tsv.gz', 'demo/vocabulary/sp4k.model', 'py
 CONFIGS = ('examples/demo.gin',)
 
 
+# What imports T5X; everything else does without.
+EDGE = 'speculative_t5x.t5x_integration'
+
+
 def modules() -> list[str]:
-  """Names of all modules of the package."""
-  found = pkgutil.walk_packages(speculative_t5x.__path__, 'speculative_t5x.')
-  return ['speculative_t5x', *sorted(module.name for module in found)]
+  """Names of all modules of the package but those of `EDGE`."""
+  root = pathlib.Path(speculative_t5x.__file__).parent
+  names = {
+      '.'.join(path.relative_to(root.parent).with_suffix('').parts).removesuffix('.__init__')
+      for path in root.rglob('*.py')
+  }
+  return sorted(name for name in names if not name.startswith(EDGE))
 
 
 def run(code: str, cwd: pathlib.Path = ROOT, *arguments: str) -> str:
@@ -57,6 +65,13 @@ def test_no_module_needs_t5x_or_tensorflow_to_be_imported():
 @pytest.mark.parametrize('name', modules())
 def test_module_imports_and_says_what_it_is_for(name):
   assert importlib.import_module(name).__doc__
+
+
+def test_the_edge_says_that_t5x_is_missing():
+  if importlib.util.find_spec('t5x') and importlib.util.find_spec('t5x').origin:
+    pytest.skip('T5X is installed')
+  with pytest.raises(UserError, match=r't5x\.decoding: expected T5X to import.*install'):
+    importlib.import_module(EDGE)
 
 
 def test_version():

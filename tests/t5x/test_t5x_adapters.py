@@ -548,15 +548,17 @@ def pair_params(target, draft):
   return {'target': params_of(target), 'draft': params_of(draft, seed=1)}
 
 
-@pytest.mark.parametrize('kind', ['minimal', 'decoder-only'])
-@pytest.mark.parametrize('decode_fn', [
-    t5x_decoding.temperature_sample,
-    functools.partial(t5x_decoding.temperature_sample, temperature=0.7, topk=5),
-    t5x_decoding.beam_search,
-], ids=['temperature_sample', 'topk', 'beam_search'])
+SAMPLE = t5x_decoding.temperature_sample
+TOPK = functools.partial(SAMPLE, temperature=0.7, topk=5)
+
+
+@pytest.mark.parametrize('kind, decode_fn', [
+    # T5X searches no beams with a decoder-only model.
+    ('minimal', SAMPLE), ('minimal', TOPK), ('minimal', t5x_decoding.beam_search),
+    ('decoder-only', SAMPLE), ('decoder-only', TOPK),
+], ids=['minimal-sample', 'minimal-topk', 'minimal-beam', 'decoder-only-sample',
+        'decoder-only-topk'])
 def test_t5xs_decode_functions_decode_with_the_target_alone(kind, decode_fn):
-  if kind in DECODERS and decode_fn is t5x_decoding.beam_search:
-    pytest.skip('T5X decodes no decoder-only model by beam search')
   params, key = pair_params(kind, 'scan'), jax.random.PRNGKey(7)
   pair = pair_of(kind, 'scan', decode_fn=decode_fn)
   found = predict(pair, params, batch_of(kind), rng=key)
