@@ -92,6 +92,21 @@ def load_params(
   return flax.traverse_util.unflatten_dict(params, sep='/')
 
 
+def check_params(path: str | os.PathLike, like: Mapping[str, Any]) -> None:
+  """Compares the names and shapes of a checkpoint's parameters, without reading an array.
+
+  Args:
+    path: as of `load_params`.
+    like: as of `load_params`.
+
+  Raises:
+    UserError: as `load_params`, but for what only reading an array shows.
+  """
+  path = os.path.expanduser(os.fspath(path))
+  arrays = {name: _open(path, name, leaf) for name, leaf in _find_leaves(path).items()}
+  _check_like(path, {name: array() for name, array in arrays.items()}, like)
+
+
 def save_params(
     path: str | os.PathLike, params: Mapping[str, Any], *, step: int = 0, dtype: Any = None
 ) -> None:

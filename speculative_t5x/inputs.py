@@ -47,7 +47,7 @@ def read_file(path: str) -> tuple[Iterator[Example], str]:
     source, digest = io.BytesIO(content), hashlib.sha256(content)
     return _lines(source, 'standard input', is_json=False), digest.hexdigest()
   if not pathlib.Path(path).is_file():
-    raise UserError(f'--input: expected a file at {path}, found none')
+    raise UserError(f'input file: expected one at {path}, found none')
   with open(path, 'rb') as source:
     digest = hashlib.file_digest(source, 'sha256')
   return _read(path), digest.hexdigest()

@@ -28,7 +28,8 @@ from speculative_t5x.sampling import SamplingRule
 from speculative_t5x.step import TokensToLogits
 from speculative_t5x.verification import VerificationRule
 
-gin.external_configurable(T5Config, module='speculative_t5x.network')
+# Not `…network.T5Config`: T5X's gin files and command lines call theirs `network.T5Config`.
+gin.external_configurable(T5Config, module='speculative_t5x')
 
 
 @dataclasses.dataclass(frozen=True)

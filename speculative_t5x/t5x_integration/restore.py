@@ -5,6 +5,7 @@ is sliced by `target` and `draft`, each part restored as a state of its own, and
 Each checkpoint may be a native T5X one or Orbax's.
 """
 
+import copy
 import dataclasses
 import os
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from t5x import partitioning, utils
 from t5x import train_state as train_state_lib
 from tensorflow.io import gfile
 
-from speculative_t5x import paths
+from speculative_t5x import checkpoints, paths
 from speculative_t5x.errors import UserError
 
 SIDES = ('target', 'draft')
@@ -99,7 +100,31 @@ def find_path(side: str, config: utils.RestoreCheckpointConfig) -> str:
   if not found:
     raise UserError(f'{side} checkpoint: expected one at {config.path} (mode '
                     f'{config.mode!r}), found none')
-  return found[0]
+  # Orbax refuses relative paths.
+  return found[0] if '://' in found[0] else os.path.abspath(found[0])
+
+
+def check_parameters(
+    side: str, path: str, config: utils.RestoreCheckpointConfig,
+    state: train_state_lib.InferenceState,
+) -> None:
+  """Compares names and shapes before arrays are read: T5X cuts and pads those of Orbax in silence.
+
+  Args:
+    side: 'target' or 'draft', for the error.
+    path: its checkpoint; TensorFlow's are left to T5X.
+    config: its configuration; one that transforms the checkpoint is left to T5X.
+    state: shapes of its state.
+
+  Raises:
+    UserError: there is no checkpoint at `path`, or a parameter differs.
+  """
+  if config.state_transformation_fns or gfile.exists(f'{path}.index'):
+    return
+  try:
+    checkpoints.check_params(path, state.params)
+  except UserError as error:
+    raise UserError(f'{side} checkpoint: {error}') from error
 
 
 def _exists(path: str) -> bool:
@@ -136,10 +161,18 @@ class PairRestorer:
     del kwargs
     return merge(self._train_state, {side: self._restore_side(side) for side in self._paths})
 
+  def restore_from_tf_checkpoint(self, *args: Any, **kwargs: Any) -> train_state_lib.TrainState:
+    """What T5X calls in place of `restore` where the target's checkpoint is TensorFlow's."""
+    del args, kwargs
+    return self.restore()
+
   def _restore_side(self, side: str) -> train_state_lib.TrainState:
-    config = getattr(self._config, side)
+    # T5X's commands allow for what an optimizer leaves in the configuration of the pair.
+    config = copy.copy(getattr(self._config, side))
+    config.strict = self._config.strict
     path = self._paths[side]
     state = slice_state(self._train_state, side)
+    check_parameters(side, path, config, state)
     if self._use_orbax:
       manager = utils.create_orbax_checkpoint_manager(
           restore_cfg=config, train_state=state, partitioner=self._partitioner,
