@@ -5,6 +5,7 @@ import pathlib
 import re
 import shlex
 import shutil
+import signal as signals
 import subprocess
 
 import pytest
@@ -67,6 +68,8 @@ class Job:
     return subprocess.run(
         ['bash', self.script, *arguments], capture_output=True, text=True, timeout=20,
         cwd=self.checkout, env=os.environ | environment | variables,
+        # A shell cannot trap a signal that is ignored when it starts, as under nohup.
+        preexec_fn=lambda: signals.signal(signals.SIGHUP, signals.SIG_DFL),
     )
 
   def all(self, *options: str, arguments=(GIN, OUTPUT), **kwargs):
