@@ -170,6 +170,7 @@ def speculative_decode(
     raise UserError(f'drafter: expected one for gamma {gamma}, found None')
   if num_decodes < 1:
     raise UserError(f'num_decodes: expected at least 1, found {num_decodes}')
+  inputs = jnp.asarray(inputs)
   batch, max_decode_len = inputs.shape
   if max_decode_steps is not None and not 0 < max_decode_steps <= max_decode_len:
     raise UserError(
