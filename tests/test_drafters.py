@@ -233,7 +233,8 @@ def test_the_command_builds_a_table(tmp_path, capsys):
         f'--output={tmp_path / "x.npz"}'], 'expected at least one text'),
       ([*build[:-1], '--order=0', f'--output={tmp_path / "x.npz"}'], 'order: expected at least 1'),
       ([*build, f'--output={tmp_path / "x.txt"}'], 'ending in .npz'),
-      (['build', '--corpus=/none', '--vocabulary=bytes', '--output=x.npz'], 'expected a file'),
+      (['build', '--corpus=/none', '--vocabulary=bytes', '--output=x.npz'],
+       'input file: expected one at /none, found none'),
   ]:
     assert ngram.main(arguments) == 2
     error = capsys.readouterr().err
