@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from speculative_t5x import sampling, verification
 from speculative_t5x.drafters import Drafter
 from speculative_t5x.errors import UserError
+from speculative_t5x.rows import read_rows, write_rows
 from speculative_t5x.statistics import Outcome, Statistics, Trace
 from speculative_t5x.step import TokensToLogits, force_distribution, force_tokens
 
@@ -65,6 +66,16 @@ class LoopState:
   draft_state: Any
   statistics: Statistics
   trace: Trace | None
+
+
+def check_gamma(gamma: int) -> None:
+  """Refuses a gamma below 0.
+
+  Raises:
+    UserError: it is.
+  """
+  if gamma < 0:
+    raise UserError(f'gamma: expected at least 0, found {gamma}')
 
 
 def cache_slots(max_decode_len: int, gamma: int) -> int:
@@ -164,8 +175,7 @@ def speculative_decode(
   Raises:
     UserError: `gamma` or `num_decodes` is out of range, or a drafter is missing.
   """
-  if gamma < 0:
-    raise UserError(f'gamma: expected at least 0, found {gamma}')
+  check_gamma(gamma)
   if gamma and drafter is None:
     raise UserError(f'drafter: expected one for gamma {gamma}, found None')
   if num_decodes < 1:
@@ -195,7 +205,7 @@ def speculative_decode(
     return ~jnp.all(state.ended)
 
   def body(state: LoopState) -> LoopState:
-    forced = _window(prompts, state.positions + 1, gamma + 1)
+    forced = read_rows(prompts, state.positions + 1, gamma + 1)
     if rule.is_greedy:
       uniforms = jnp.zeros((forced.shape[0], 2 * gamma + 1))
     else:
@@ -210,7 +220,7 @@ def speculative_decode(
           uniforms[:, :gamma],
       )
 
-    last_tokens = _window(state.sequences, state.positions, 1)
+    last_tokens = read_rows(state.sequences, state.positions, 1)
     logits, cache = tokens_to_logits(
         jnp.concatenate([last_tokens, draft_tokens], axis=1), state.positions, state.cache
     )
@@ -240,8 +250,9 @@ def speculative_decode(
     kept = jnp.where(state.ended, 0, kept)
     is_kept = places < kept[:, None]
 
-    window = _window(state.sequences, state.positions + 1, gamma + 1)
-    sequences = _write(state.sequences, jnp.where(is_kept, emitted, window), state.positions + 1)
+    written = jnp.where(
+        is_kept, emitted, read_rows(state.sequences, state.positions + 1, gamma + 1))
+    sequences = write_rows(state.sequences, written, state.positions + 1)
     positions = state.positions + kept
     is_new = is_kept & (forced == 0)
     scores = state.scores
@@ -283,16 +294,6 @@ def speculative_decode(
       statistics=jax.tree.map(arrange, final.statistics),
       trace=jax.tree.map(arrange, final.trace), lenience=verify.lenience,
   )
-
-
-def _window(rows: jax.Array, start: jax.Array, length: int) -> jax.Array:
-  """`rows[b, start[b] : start[b] + length]` of `[B, T]`."""
-  return jax.vmap(lambda row, i: jax.lax.dynamic_slice_in_dim(row, i, length))(rows, start)
-
-
-def _write(rows: jax.Array, values: jax.Array, start: jax.Array) -> jax.Array:
-  """`rows` `[B, T]` with `values` `[B, M]` from `start` `[B]` on."""
-  return jax.vmap(jax.lax.dynamic_update_slice_in_dim, (0, 0, 0, None))(rows, values, start, 0)
 
 
 def _log_probs(logits, p, tokens, rescale_log_probs):

@@ -113,7 +113,7 @@ class Pair:
 
   def _check_gamma(self, gamma: int) -> None:
     """Refuses a gamma below 0, and one above 0 without a draft."""
-    check_gamma(gamma)
+    decoding.check_gamma(gamma)
     if gamma and self.drafter == 'ngram' and self.ngram_table is None:
       raise UserError("ngram_table: expected one for the drafter 'ngram', found None")
     if gamma and self.draft is None and self._drafts_with_model:
@@ -269,16 +269,6 @@ class Pair:
     )
 
 
-def check_gamma(gamma: int) -> None:
-  """Refuses a gamma below 0.
-
-  Raises:
-    UserError: it is.
-  """
-  if gamma < 0:
-    raise UserError(f'gamma: expected at least 0, found {gamma}')
-
-
 def load_model(path: str, config: T5Config, dtype: str = 'float32') -> Model:
   """Reads a checkpoint into the network that `config` describes.
 
@@ -355,7 +345,7 @@ def load_pair(
   """
   rule = SamplingRule(temperature, topk, topp)
   verify = VerificationRule(verification, lenience)
-  check_gamma(gamma)
+  decoding.check_gamma(gamma)
   check_drafter(drafter)
   needs_draft = gamma > 0 and drafter == 'model'
   if needs_draft and (draft_checkpoint_path is None or draft is None):

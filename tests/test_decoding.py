@@ -107,11 +107,11 @@ class Mutations:
 
   @staticmethod
   def q_without_transform(monkeypatch):
-    def draw(self, logits, forced_token, uniform):
-      del forced_token
-      token = sampling.sample(self.rule.distribution(logits), uniform)
-      return token, jax.nn.softmax(logits)
-    monkeypatch.setattr(ModelDrafter, '_draw', draw)
+    def draw(rule, logits, forced, uniforms):
+      del forced
+      tokens = sampling.sample(rule.distribution(logits), uniforms)
+      return tokens, jax.nn.softmax(logits)
+    monkeypatch.setattr('speculative_t5x.drafters.model.draw', draw)
 
   @staticmethod
   def p_without_transform(monkeypatch):

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import trees
 from speculative_t5x.network import T5Config, Transformer, transformer
+from trees import flatten
 
 GOLDENS = pathlib.Path(__file__).parent / 'goldens' / 'transformers_t5.npz'
 
@@ -35,30 +37,12 @@ CHUNKS = (1, 3, 6)
 NUM_SLOTS = LENGTH + max(CHUNKS)
 
 
-def flatten(tree):
-  return flax.traverse_util.flatten_dict(flax.core.unfreeze(tree), sep='/')
-
-
 @functools.cache
 def random_params(config):
-  """Parameters for `config`, none at its initial value: ones would hide a scale left out."""
+  """Parameters for `config`, none at its initial value."""
   tokens = jnp.ones((1, 2), jnp.int32)
   shapes = jax.eval_shape(Transformer(config).init, jax.random.key(0), tokens, tokens)['params']
-  random = np.random.default_rng(0)
-
-  def draw(path, leaf):
-    match path[-1].key:
-      case 'scale':
-        value = random.uniform(0.5, 1.5, leaf.shape)
-      case 'kernel':
-        value = random.normal(size=leaf.shape) * leaf.shape[0] ** -0.5
-        # Attention that is nearly one-hot would hide wrong biases and magnify rounding.
-        value *= config.head_dim ** -0.5 if path[-2].key == 'query' else 1.0
-      case _:
-        value = random.normal(size=leaf.shape)
-    return value.astype(np.float32)
-
-  return jax.tree_util.tree_map_with_path(draw, shapes)
+  return trees.random_params(shapes, config.head_dim)
 
 
 def texts(config, batch, seed=0):

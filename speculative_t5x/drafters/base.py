@@ -3,8 +3,11 @@
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 
+from speculative_t5x import sampling
 from speculative_t5x.errors import UserError
+from speculative_t5x.step import force_distribution, force_tokens
 
 # The drafters that can be named in gin: a smaller model, copying from the context, an n-gram table.
 DRAFTERS = ('model', 'copying', 'ngram')
@@ -58,3 +61,23 @@ class Drafter(Protocol):
       The proposal.
     """
     ...
+
+
+def draw(
+    rule: sampling.SamplingRule, logits: jax.Array, forced: jax.Array, uniforms: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+  """Draws the draft at one place.
+
+  Args:
+    rule: the sampling rule.
+    logits: float32 `[B, V]`.
+    forced: int32 `[B]`, the prompt's token there, 0 where there is none.
+    uniforms: float32 `[B]` in [0, 1).
+
+  Returns:
+    Tokens int32 `[B]`, and the law `[B, V]` that they were drawn from, None if the rule is greedy.
+  """
+  if rule.is_greedy:
+    return force_tokens(jnp.argmax(logits, -1).astype(jnp.int32), forced), None
+  q = force_distribution(rule.distribution(logits), forced)
+  return sampling.sample(q, uniforms), q

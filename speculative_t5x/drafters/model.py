@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from speculative_t5x import sampling
-from speculative_t5x.drafters.base import Proposal
-from speculative_t5x.step import TokensToLogits, force_distribution, force_tokens
+from speculative_t5x.drafters.base import Proposal, draw
+from speculative_t5x.rows import read_rows
+from speculative_t5x.step import TokensToLogits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,16 +36,16 @@ class ModelDrafter:
     # before it the last draft if that was accepted. Both are ingested in one call; a token that
     # was seen already is overwritten by itself. The first token's predecessor is no draft's.
     start = jnp.maximum(positions - 1, self.first_positions)
-    recent = jax.vmap(lambda row, i: jax.lax.dynamic_slice_in_dim(row, i, 2))(sequences, start)
+    recent = read_rows(sequences, start, 2)
     logits, state = self.tokens_to_logits(recent, start, state)
     logits = jnp.where((positions > start)[:, None], logits[:, 1], logits[:, 0])
-    first, first_q = self._draw(logits, forced[:, 0], uniforms[:, 0])
+    first, first_q = draw(self.rule, logits, forced[:, 0], uniforms[:, 0])
 
     def draft(carry, later):
       state, token = carry
       offset, forced_token, uniform = later
       logits, state = self.tokens_to_logits(token[:, None], positions + offset, state)
-      token, q = self._draw(logits[:, 0], forced_token, uniform)
+      token, q = draw(self.rule, logits[:, 0], forced_token, uniform)
       return (state, token), (token, q)
 
     gamma = forced.shape[1]
@@ -54,10 +55,3 @@ class ModelDrafter:
     if q is not None:
       q = jnp.moveaxis(jnp.concatenate([first_q[None], q]), 0, 1)
     return Proposal(tokens, q, state)
-
-  def _draw(self, logits, forced_token, uniform):
-    """Draws a token `[B]` from logits `[B, V]`; returns it with its law, None if greedy."""
-    if self.rule.is_greedy:
-      return force_tokens(jnp.argmax(logits, -1).astype(jnp.int32), forced_token), None
-    q = force_distribution(self.rule.distribution(logits), forced_token)
-    return sampling.sample(q, uniform), q

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from speculative_t5x import sampling
-from speculative_t5x.drafters.base import Proposal
-from speculative_t5x.step import force_distribution, force_tokens
+from speculative_t5x.drafters.base import Proposal, draw
+from speculative_t5x.rows import read_rows
 
 # Of a context's hash. Contexts that share one share a row: q is what was sampled from all the same.
 MULTIPLIER = np.uint32(1000003)
@@ -112,18 +112,11 @@ class NgramDrafter:
     length = max(self.table.context_length, 1)
     # Places before the start token are no context.
     padded = jnp.pad(sequences, ((0, 0), (length, 0)), constant_values=-1)
-    context = jax.vmap(
-        lambda row, last: jax.lax.dynamic_slice_in_dim(row, last + 1, length))(padded, positions)
+    context = read_rows(padded, positions + 1, length)
 
-    def draft(context, drawn):
-      forced_token, uniform = drawn
+    def draft(context, place):
       q = law(self.table, context[:, length - self.table.context_length :])
-      logits = jnp.log(q)
-      if self.rule.is_greedy:
-        token, q = force_tokens(jnp.argmax(q, -1).astype(jnp.int32), forced_token), None
-      else:
-        q = force_distribution(self.rule.distribution(logits), forced_token)
-        token = sampling.sample(q, uniform)
+      token, q = draw(self.rule, jnp.log(q), *place)
       return jnp.concatenate([context[:, 1:], token[:, None]], axis=1), (token, q)
 
     _, (tokens, q) = jax.lax.scan(draft, context, (forced.T, uniforms.T))

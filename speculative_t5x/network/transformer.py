@@ -15,6 +15,7 @@ from flax import linen as nn
 
 from speculative_t5x.network import layers
 from speculative_t5x.network.config import T5Config
+from speculative_t5x.rows import write_rows
 
 
 @flax.struct.dataclass
@@ -53,8 +54,7 @@ def write_slots(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.A
   new = new.astype(cache.dtype)
   if cache.shape[0] == 1:
     return jax.lax.dynamic_update_slice_in_dim(cache, new, positions[0], axis=2)
-  return jax.vmap(lambda row, update, start: jax.lax.dynamic_update_slice_in_dim(
-      row, update, start, axis=1))(cache, new, positions)
+  return write_rows(cache, new, positions, axis=1)
 
 
 class EncoderLayer(nn.Module):

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from t5x import decoding as t5x_decoding
 
 from speculative_t5x import sampling
+from speculative_t5x.rows import write_rows
 from speculative_t5x.step import TokensToLogits
 
 
@@ -46,18 +47,17 @@ def with_callbacks(
     The step, and the cache it starts from.
   """
   length = prompts.shape[1] + 2
+  padded = jnp.pad(prompts, ((0, 0), (0, 2)))
   seen = jnp.pad(prompts, ((0, 0), (0, num_slots + 1 - prompts.shape[1])))
 
   def step(tokens, positions, carried):
     model_cache, seen = carried
     logits, model_cache = tokens_to_logits(tokens, positions, model_cache)
-    seen = jax.vmap(jax.lax.dynamic_update_slice_in_dim, (0, 0, 0, None))(
-        seen, tokens, positions, 0)
+    seen = write_rows(seen, tokens, positions)
     changed = []
     for place in range(tokens.shape[1]):
       index = positions + place
       is_past = jnp.arange(length) <= index[:, None]
-      padded = jnp.pad(prompts, ((0, 0), (0, 2)))
       state = t5x_decoding.SamplingLoopState(
           step=index - initial_index, cur_index=index,
           sequences=jnp.where(is_past, _cut(seen, length), padded), cache=model_cache,

@@ -15,6 +15,7 @@ import tensorflow as tf
 from t5x import interactive_model, partitioning, utils
 
 from speculative_t5x.errors import UserError
+from speculative_t5x.t5x_integration import tasks
 from speculative_t5x.t5x_integration.model import SpeculativeModel
 from speculative_t5x.t5x_integration.restore import PairRestoreCheckpointConfig
 
@@ -141,8 +142,7 @@ class InteractiveModel:
         else {'target': '', **example} for example in examples
     ]
     dataset = interactive_model.get_dataset_from_natural_text_examples(
-        pairs, preprocessors=[
-            seqio.preprocessors.tokenize, seqio.preprocessors.append_eos_after_trim],
+        pairs, preprocessors=tasks.PREPROCESSORS,
         task_feature_lengths=self._task_feature_lengths, features=self._features)
     converted = self._converter(dataset, task_feature_lengths=self._task_feature_lengths)
     # One batch of all, unbatched: T5X asks for the dataset's length.

@@ -20,7 +20,6 @@ from speculative_t5x import decoding as core_decoding
 from speculative_t5x.drafters import check_drafter
 from speculative_t5x.drafters.ngram import NgramTable
 from speculative_t5x.errors import UserError
-from speculative_t5x.pair import check_gamma
 from speculative_t5x.t5x_integration import adapters, decoding, drafts, partitioning, vocabularies
 
 
@@ -65,7 +64,7 @@ class SpeculativeModel(models.BaseTransformerModel):
       UserError: gamma is below 0, the drafter is unknown or lacks its model, or the vocabularies
         differ.
     """
-    check_gamma(gamma)
+    core_decoding.check_gamma(gamma)
     check_drafter(drafter)
     if drafter == 'ngram' and ngram_table is None:
       raise UserError("ngram_table: expected one for the drafter 'ngram', found None")
@@ -153,7 +152,7 @@ class SpeculativeModel(models.BaseTransformerModel):
       decoder_params['decode_rng'] = rng
     prompt = adapters.prompt_of(self.target, batch, prompt_with_targets)
     gamma = decoder_params.pop('gamma', self._gamma)
-    check_gamma(gamma)
+    core_decoding.check_gamma(gamma)
     sizes = {
         'num_slots': core_decoding.cache_slots(prompt.decoder_inputs.shape[1], gamma),
         'num_decodes': num_decodes, 'vocab_size': self.output_vocabulary.vocab_size,

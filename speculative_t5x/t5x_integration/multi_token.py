@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from speculative_t5x.errors import UserError
+from speculative_t5x.rows import write_rows
 
 # What T5X's modules keep in the collection `cache`.
 SELF_ATTENTION = {'cached_key', 'cached_value', 'cache_index', 'cached_bias'}
@@ -94,8 +95,7 @@ class Interceptor:
     # Compact modules are run again by some transformations; the cache must be read afresh.
     cached = attention.get_variable('cache', variable)
     new = jnp.moveaxis(new, -3, -1).astype(cached.dtype)
-    update = lambda row, values, start: jax.lax.dynamic_update_slice_in_dim(row, values, start, -1)
-    cached = jax.vmap(update)(cached, new, self.positions)
+    cached = write_rows(cached, new, self.positions, axis=-1)
     attention.put_variable('cache', variable, cached)
     return jnp.moveaxis(cached, -1, -3)
 

@@ -12,6 +12,8 @@ from speculative_t5x.drafters.ngram import NgramTable
 from speculative_t5x.errors import UserError
 
 SPLIT = 'test'
+# A text that is cut ends in EOS too, as without T5X.
+PREPROCESSORS = (seqio.preprocessors.tokenize, seqio.preprocessors.append_eos_after_trim)
 
 
 def text_task(
@@ -62,8 +64,7 @@ def text_task(
         name,
         source=seqio.FunctionDataSource(
             dataset_fn, splits=[SPLIT], num_input_examples={SPLIT: len(texts['inputs'])}),
-        preprocessors=[
-            seqio.preprocessors.tokenize, seqio.preprocessors.append_eos_after_trim],
+        preprocessors=PREPROCESSORS,
         output_features={'inputs': feature, 'targets': feature},
     )
   return name

@@ -3,11 +3,11 @@
 import flax
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from speculative_t5x import checkpoints as our_checkpoints
 from speculative_t5x.network import T5Config, Transformer
+from trees import assert_same
 
 # Submodules: this folder itself would pass for a package `t5x` without T5X.
 REASON = 'needs T5X, which is not on PyPI'
@@ -38,15 +38,6 @@ def train_state_of(variables):
 
 def zeros_like(variables):
   return variables.copy({'params': jax.tree.map(jnp.zeros_like, variables['params'])})
-
-
-def assert_same(found, expected, dtype=np.float32):
-  found = flax.traverse_util.flatten_dict(flax.core.unfreeze(found), sep='/')
-  expected = flax.traverse_util.flatten_dict(flax.core.unfreeze(expected), sep='/')
-  assert found.keys() == expected.keys()
-  for name, value in expected.items():
-    assert found[name].dtype == dtype, name
-    np.testing.assert_array_equal(np.asarray(found[name]), np.asarray(value).astype(dtype), name)
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import trees
 from speculative_t5x.network import T5Config, Transformer
+from trees import flatten
 
 # A submodule: this folder itself would pass for a package `t5x` without T5X.
 t5x_network = pytest.importorskip(
@@ -23,10 +25,6 @@ CHOICES = pytest.mark.parametrize('activations, tied', [
     (('relu',), True), (('relu',), False), (('gelu', 'linear'), True), (('gelu', 'linear'), False),
     (('silu', 'linear'), False),
 ])
-
-
-def flatten(tree):
-  return flax.traverse_util.flatten_dict(flax.core.unfreeze(tree), sep='/')
 
 
 def both(**choices):
@@ -50,21 +48,7 @@ def random_params(theirs):
   """Parameters by T5X's names and shapes, none at its initial value."""
   init = functools.partial(theirs.init, enable_dropout=False)
   shapes = jax.eval_shape(init, jax.random.key(0), *texts(SIZES['vocab_size']))['params']
-  random = np.random.default_rng(0)
-
-  def draw(path, leaf):
-    match path[-1].key:
-      case 'scale':
-        value = random.uniform(0.5, 1.5, leaf.shape)
-      case 'kernel':
-        value = random.normal(size=leaf.shape) * leaf.shape[0] ** -0.5
-        # Attention that is nearly one-hot would hide wrong biases and magnify rounding.
-        value *= SIZES['head_dim'] ** -0.5 if path[-2].key == 'query' else 1.0
-      case _:
-        value = random.normal(size=leaf.shape)
-    return value.astype(np.float32)
-
-  return jax.tree_util.tree_map_with_path(draw, flax.core.unfreeze(shapes))
+  return trees.random_params(shapes, SIZES['head_dim'])
 
 
 def logits_of_both(theirs, ours, params, inputs, shifted, targets):

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from speculative_t5x import checkpoints as our_checkpoints
 from speculative_t5x.errors import UserError
+from trees import assert_same
 
 # Submodules: this folder itself would pass for a package `t5x` without T5X.
 REASON = 'needs T5X, which is not on PyPI'
@@ -141,15 +142,6 @@ def pair_of(target, draft):
 def config_of(folder, mode='specific', dtype=None, step=9):
   path = folder / f'checkpoint_{step}' if mode == 'specific' else folder
   return utils.RestoreCheckpointConfig(str(path), mode, dtype=dtype)
-
-
-def assert_same(found, expected, dtype=np.float32):
-  found = flax.traverse_util.flatten_dict(flax.core.unfreeze(found), sep='/')
-  expected = flax.traverse_util.flatten_dict(flax.core.unfreeze(expected), sep='/')
-  assert found.keys() == expected.keys()
-  for name, value in expected.items():
-    assert found[name].dtype == dtype, name
-    np.testing.assert_array_equal(np.asarray(found[name]), np.asarray(value).astype(dtype), name)
 
 
 def assert_is_pair(state, target, draft):
