@@ -175,6 +175,7 @@ def speculative_decode(
   Raises:
     UserError: `gamma` or `num_decodes` is out of range, or a drafter is missing.
   """
+  sampling.check_static(max_decode_steps=max_decode_steps)
   check_gamma(gamma)
   if gamma and drafter is None:
     raise UserError(f'drafter: expected one for gamma {gamma}, found None')
@@ -233,9 +234,11 @@ def speculative_decode(
       accepted, next_tokens = verification.greedy(draft_tokens, target_tokens, is_lenient)
     else:
       p = force_distribution(rule.distribution(logits), forced)
+      # A prompt's id beyond V counts as the last one in every law.
+      judged = jnp.minimum(draft_tokens, logits.shape[-1] - 1)
       if q is None:
-        q = jax.nn.one_hot(draft_tokens, logits.shape[-1], dtype=jnp.float32)
-      accepted, next_law = verify.sampled(draft_tokens, q, p, uniforms[:, gamma : 2 * gamma])
+        q = jax.nn.one_hot(judged, logits.shape[-1], dtype=jnp.float32)
+      accepted, next_law = verify.sampled(judged, q, p, uniforms[:, gamma : 2 * gamma])
       next_tokens = sampling.sample(next_law, uniforms[:, -1])
 
     # [B, gamma + 1]: the accepted drafts, then the target's token.
@@ -243,6 +246,7 @@ def speculative_decode(
     emitted = jnp.where(
         places < accepted[:, None], jnp.pad(draft_tokens, ((0, 0), (0, 1))), next_tokens[:, None]
     )
+    emitted = force_tokens(emitted, forced)
     kept = jnp.minimum(accepted + 1, limits - state.positions)
     is_end = (emitted == eos_id) & (forced == 0) & (places < kept[:, None])
     found_end = jnp.any(is_end, axis=1)

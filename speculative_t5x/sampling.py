@@ -32,7 +32,7 @@ class SamplingRule:
     topp: keep the smallest set of tokens with at least this mass; 0 keeps all.
 
   Raises:
-    UserError: a value is out of range, or `topk` and `topp` are both set.
+    UserError: a value is out of range, `topk` and `topp` are both set, or one of them is traced.
   """
 
   temperature: float | jax.Array = 0.0
@@ -40,6 +40,7 @@ class SamplingRule:
   topp: float = 0.0
 
   def __post_init__(self):
+    check_static(topk=self.topk, topp=self.topp)
     if isinstance(self.temperature, (int, float)) and not self.temperature >= 0:
       raise UserError(f'temperature: expected at least 0, found {self.temperature}')
     if self.topk < 0:
@@ -104,6 +105,23 @@ class SamplingRule:
     """The temperature, shaped to broadcast against `[B, ..., V]` of rank `ndim`."""
     temperature = jnp.asarray(self.temperature, jnp.float32)
     return temperature.reshape(temperature.shape + (1,) * (ndim - temperature.ndim))
+
+
+def check_static(**values: object) -> None:
+  """Refuses values that become known only when a compiled program runs.
+
+  Args:
+    **values: each by its name.
+
+  Raises:
+    UserError: a value is a tracer.
+  """
+  for name, value in values.items():
+    if isinstance(value, jax.core.Tracer):
+      raise UserError(
+          f'{name}: expected a number that is known before compilation, found a traced '
+          f'{value.aval.str_short()}'
+      )
 
 
 def sample(probabilities: jax.Array, uniforms: jax.Array) -> jax.Array:

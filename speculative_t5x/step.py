@@ -36,10 +36,13 @@ def force_distribution(probabilities: jax.Array, forced: jax.Array) -> jax.Array
 
   Args:
     probabilities: float32 `[..., V]`.
-    forced: int32 `[...]`, 0 where nothing is forced.
+    forced: int32 `[...]`, 0 where nothing is forced. An id beyond `V`, which a prompt may hold
+      though it can never be decoded, counts as the last one.
 
   Returns:
     float32 `[..., V]`.
   """
-  one_hot = jax.nn.one_hot(forced, probabilities.shape[-1], dtype=probabilities.dtype)
+  vocab_size = probabilities.shape[-1]
+  one_hot = jax.nn.one_hot(
+      jnp.minimum(forced, vocab_size - 1), vocab_size, dtype=probabilities.dtype)
   return jnp.where((forced != 0)[..., None], one_hot, probabilities)

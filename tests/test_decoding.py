@@ -65,6 +65,26 @@ def test_samples_follow_the_target(gamma, rule, verify):
   assert p_value(TARGET, DRAFT, gamma=gamma, rule=rule, verify=verify) > ERROR_RATE
 
 
+@pytest.mark.parametrize('temperature', [0.0, 1.0])
+@pytest.mark.parametrize('gamma', [0, 1, 3])
+def test_prompt_tokens_beyond_the_vocabulary_are_kept_and_read(temperature, gamma):
+  # An embedding may have rows that no logits belong to.
+  rule = SamplingRule(temperature)
+  prompts = np.array([[0, 6, 5, 0, 0, 0], [0, 2, 6, 6, 5, 0]], np.int32)
+  wide = toy.Toy(8, 5, scale=6.0)
+  narrow = lambda tokens, positions, cache: (
+      lambda logits, cache: (logits[..., :4], cache))(*wide(tokens, positions, cache))
+  narrow.cache = wide.cache
+  result = decode(narrow, narrow, gamma=gamma, rule=rule, inputs=prompts)
+  sequences = np.asarray(result.sequences[:, 0])
+  forced = prompts[:, 1:] != 0
+  np.testing.assert_array_equal(sequences[:, :-1][forced], prompts[:, 1:][forced])
+  if not temperature:
+    for row, length in zip(sequences, forced.sum(axis=1), strict=True):
+      context = [0, *map(int, row)]
+      assert row[length] == np.argmax(wide.table[context[length - 1], context[length]][:4])
+
+
 def test_samples_follow_the_target_with_a_draft_rule_of_its_own():
   rule = SamplingRule(1.0)
   for draft_rule in (SamplingRule(0.5), SamplingRule(1.0, topk=2)):

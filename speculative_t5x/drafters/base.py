@@ -80,4 +80,4 @@ def draw(
   if rule.is_greedy:
     return force_tokens(jnp.argmax(logits, -1).astype(jnp.int32), forced), None
   q = force_distribution(rule.distribution(logits), forced)
-  return sampling.sample(q, uniforms), q
+  return force_tokens(sampling.sample(q, uniforms), forced), q

@@ -90,7 +90,7 @@ class Embed(nn.Module):
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
     """Looks up `tokens` `[B, M]` int32; returns `[B, M, E]` in `dtype`."""
-    return self.embedding[tokens].astype(self.dtype)
+    return jnp.asarray(self.embedding)[tokens].astype(self.dtype)
 
   def attend(self, x: jax.Array) -> jax.Array:
     """Multiplies `x` `[..., E]` by the embedding's transpose; returns float32 `[..., V]`."""
@@ -165,7 +165,7 @@ class RelativePositionBiases(nn.Module):
         key_positions[:, None, :] - query_positions[:, :, None], bidirectional=self.bidirectional
     )
     # [H, B, M, S] -> [B, H, M, S]
-    return jnp.moveaxis(embedding.astype(jnp.float32)[:, bucket], 0, 1)
+    return jnp.moveaxis(jnp.asarray(embedding, jnp.float32)[:, bucket], 0, 1)
 
 
 class Attention(nn.Module):

@@ -176,8 +176,8 @@ def _prepare_encoder_decoder(model, params, encoder_input_tokens, num_slots, num
   encoded = module.apply(
       {'params': params}, encoder_input_tokens, enable_dropout=False, method=module.encode)
   slots = jnp.ones((encoder_input_tokens.shape[0], num_slots), jnp.int32)
-  cache, _ = model._compute_kv_cache(
-      params, encoded_inputs=encoded, encoder_input_tokens=encoder_input_tokens,
+  cache = _kv_cache(
+      model, params, encoded_inputs=encoded, encoder_input_tokens=encoder_input_tokens,
       decoder_input_tokens=slots)
 
   def apply(tokens, positions, cache, encoded, encoder_input_tokens, **kwargs):
@@ -196,7 +196,7 @@ def _prepare_encoder_decoder(model, params, encoder_input_tokens, num_slots, num
 def _prepare_decoder_only(model, params, inputs, causal_attention, num_slots):
   module = model.module
   pad = lambda x: jnp.pad(x, ((0, 0), (0, num_slots - x.shape[1])))
-  cache, _ = model._compute_kv_cache(params, pad(inputs), pad(causal_attention))
+  cache = _kv_cache(model, params, pad(inputs), pad(causal_attention))
 
   def step(tokens, positions, cache):
     return multi_token.apply(
@@ -217,6 +217,17 @@ def _prepare_language_model_of_inputs(model, params, prompt, num_slots, num_deco
   offsets, last = decoding.expand_rows((lengths, last), num_decodes)
   # The prefix's last token takes the place of the start token.
   return _moved(found, offsets, jnp.zeros_like(offsets), last)
+
+
+def _kv_cache(model, *args, **kwargs):
+  """What T5X makes of the model's collection `cache`."""
+  try:
+    cache, _ = model._compute_kv_cache(*args, **kwargs)
+  except KeyError as error:
+    if error.args != ('cache',):
+      raise
+    raise multi_token.unknown_module(model.module, 'no cache') from error
+  return cache
 
 
 def _moved(model, offsets, first_positions, first_tokens):

@@ -56,7 +56,8 @@ def with_callbacks(
     seen = write_rows(seen, tokens, positions)
     changed = []
     for place in range(tokens.shape[1]):
-      index = positions + place
+      # Places that a late write alone reaches are shown as the last one.
+      index = jnp.minimum(positions + place, prompts.shape[1])
       is_past = jnp.arange(length) <= index[:, None]
       state = t5x_decoding.SamplingLoopState(
           step=index - initial_index, cur_index=index,

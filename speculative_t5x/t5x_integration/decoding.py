@@ -6,7 +6,7 @@ from t5x import decoding as t5x_decoding
 
 from speculative_t5x import decoding
 from speculative_t5x.errors import UserError
-from speculative_t5x.sampling import SamplingRule
+from speculative_t5x.sampling import SamplingRule, check_static
 from speculative_t5x.step import TokensToLogits
 from speculative_t5x.t5x_integration.adapters import expand_cache
 from speculative_t5x.t5x_integration.callbacks import with_callbacks
@@ -75,6 +75,7 @@ def speculative_decode(
   """
   if gamma and draft is None:
     raise UserError(f'draft: expected one for gamma {gamma}, found None')
+  check_static(max_decode_steps=max_decode_steps)
   if max_decode_steps is not None and max_decode_steps_hard_limit:
     max_decode_steps = min(max_decode_steps, max_decode_steps_hard_limit)
   rule = SamplingRule(temperature, topk, topp)

@@ -134,8 +134,12 @@ class SpeculativeModel(models.BaseTransformerModel):
       `speculative_decode`, `statistics` of the same leading axes.
 
     Raises:
-      UserError: see `adapters.prepare`.
+      UserError: the target has no encoder and `prompt_with_targets` is set; see also
+        `adapters.prepare`.
     """
+    if prompt_with_targets and isinstance(self.target, models.DecoderOnlyModel):
+      raise UserError('prompt_with_targets: expected False for a decoder-only target, whose inputs '
+                      'are its prompt, found True')
     if return_all_decodes is None:
       return_all_decodes = self._default_decoder_params.return_all_decodes
     if num_decodes is None:

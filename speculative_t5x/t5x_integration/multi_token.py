@@ -138,23 +138,30 @@ def apply(
   return logits, variables['cache']
 
 
+def unknown_module(module: nn.Module, found: str) -> UserError:
+  """The error for a module that decodes in a way that is not understood here.
+
+  Args:
+    module: the module.
+    found: what it has in place of what is needed.
+
+  Returns:
+    The error, to be raised.
+  """
+  return UserError(
+      f'module {type(module).__module__}.{type(module).__name__}: expected attention called with '
+      "(inputs_q, inputs_kv, mask, bias) whose projections are named 'key' and 'value' and whose "
+      "cache is 'cached_key' and 'cached_value'; or methods init_cache and decode_step as of "
+      f'speculative_t5x.network.Transformer; found {found}'
+  )
+
+
 def _check_handled(module: nn.Module, cache: Any, handled: set[tuple[str, ...]]) -> None:
   """Refuses a module whose state was not all run by the interceptor."""
-  needs = (
-      "attention called with (inputs_q, inputs_kv, mask, bias) whose projections are named 'key' "
-      "and 'value' and whose cache is 'cached_key' and 'cached_value'; or methods init_cache and "
-      'decode_step as of speculative_t5x.network.Transformer'
-  )
   paths = {tuple(path) for path in flax.traverse_util.flatten_dict(flax.core.unfreeze(cache))}
   for path in sorted(paths):
     known = path[-1] in {*SELF_ATTENTION, *CROSS_ATTENTION.values()}
     if not known or (path[-1] == 'cached_key' and path[:-1] not in handled):
-      raise UserError(
-          f'module {type(module).__module__}.{type(module).__name__}: expected {needs}; found '
-          f'{"/".join(path)}'
-      )
+      raise unknown_module(module, '/'.join(path))
   if not handled:
-    raise UserError(
-        f'module {type(module).__module__}.{type(module).__name__}: expected {needs}; found no '
-        'such attention'
-    )
+    raise unknown_module(module, 'no such attention')

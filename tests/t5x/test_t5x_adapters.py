@@ -800,6 +800,28 @@ def test_a_module_without_a_cache_is_refused():
   assert message.endswith('; found no such attention')
 
 
+def test_a_draft_without_a_cache_is_refused():
+  model = models.EncoderDecoderModel(Foreign(''), VOCABULARY, VOCABULARY, None)
+  pair = SpeculativeModel(model_of('minimal'), model)
+  params = {'target': params_of('minimal'), 'draft': {'embedder': {'embedding': jnp.eye(20)}}}
+  message = refusal(pair.predict_batch_with_aux, params, encoder_batch())
+  assert message.startswith(f'module {__name__}.Foreign: expected attention')
+  assert message.endswith('; found no cache')
+
+
+@pytest.mark.parametrize(
+    'decode_fn', [decoding.speculative_decode, t5x_decoding.temperature_sample])
+def test_targets_are_no_prompt_of_a_decoder_only_model(decode_fn):
+  pair = SpeculativeModel(
+      model_of('decoder-only'), model_of('decoder-only'), decode_fn=decode_fn)
+  batch = jax.tree.map(jnp.asarray, batch_of('decoder-only'))
+  message = refusal(
+      pair.predict_batch_with_aux, pair_params('decoder-only', 'decoder-only'), batch,
+      prompt_with_targets=True)
+  assert message == ('prompt_with_targets: expected False for a decoder-only target, whose inputs '
+                     'are its prompt, found True')
+
+
 class Masked(nn.Module):
   """A decoder that masks its attention while it decodes."""
 
