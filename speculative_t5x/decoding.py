@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from speculative_t5x import sampling, verification
 from speculative_t5x.drafters import Drafter
 from speculative_t5x.errors import UserError
+from speculative_t5x.rounds import Proposal, fill_prompt, judge
 from speculative_t5x.rows import read_rows, write_rows
 from speculative_t5x.statistics import Outcome, Statistics, Trace
-from speculative_t5x.step import TokensToLogits, force_distribution, force_tokens
+from speculative_t5x.step import TokensToLogits, run_leading
 
 
 @flax.struct.dataclass
@@ -195,6 +196,7 @@ def speculative_decode(
   if example_index is None:
     example_index = jnp.arange(batch)
   keys = row_keys(decode_rng, example_index, num_decodes)
+  num_uniforms = gamma + 1 + (drafter.num_uniforms(gamma) if gamma else 0)
 
   # Prompt tokens by place, behind the start token; places beyond L are never kept.
   prompts = jnp.pad(expand(inputs).at[:, 0].set(0), ((0, 0), (0, gamma + 2)))
@@ -207,46 +209,31 @@ def speculative_decode(
 
   def body(state: LoopState) -> LoopState:
     forced = read_rows(prompts, state.positions + 1, gamma + 1)
-    if rule.is_greedy:
-      uniforms = jnp.zeros((forced.shape[0], 2 * gamma + 1))
+    if rule.is_greedy and (drafter is None or drafter.is_deterministic):
+      uniforms = jnp.zeros((forced.shape[0], num_uniforms))
     else:
       uniforms = jax.vmap(
-          lambda key: jax.random.uniform(jax.random.fold_in(key, state.round), (2 * gamma + 1,))
+          lambda key: jax.random.uniform(jax.random.fold_in(key, state.round), (num_uniforms,))
       )(keys)
 
-    draft_tokens, q, draft_state = forced[:, :gamma], None, state.draft_state
+    proposal = Proposal(forced[:, :gamma], None, state.draft_state)
     if gamma:
-      draft_tokens, q, draft_state = drafter.propose(
+      proposal = fill_prompt(drafter.propose(
           state.draft_state, state.sequences, state.positions, forced[:, :gamma],
-          uniforms[:, :gamma],
-      )
+          uniforms[:, : -gamma - 1], ~state.ended), forced[:, :gamma])
 
-    last_tokens = read_rows(state.sequences, state.positions, 1)
-    logits, cache = tokens_to_logits(
-        jnp.concatenate([last_tokens, draft_tokens], axis=1), state.positions, state.cache
-    )
-    if rule.is_greedy:
-      p, is_lenient = None, None
-      if verify.lenience < 1.0:
-        is_lenient = (forced[:, :gamma] == 0) & verification.near_argmax(
-            logits[:, :gamma], draft_tokens, verify.lenience)
-      target_tokens = force_tokens(jnp.argmax(logits, -1).astype(jnp.int32), forced)
-      accepted, next_tokens = verification.greedy(draft_tokens, target_tokens, is_lenient)
+    tokens = jnp.concatenate(
+        [read_rows(state.sequences, state.positions, 1), proposal.tokens], axis=1)
+    if proposal.lengths is None:
+      logits, cache = tokens_to_logits(tokens, state.positions, state.cache)
     else:
-      p = force_distribution(rule.distribution(logits), forced)
-      # A prompt's id beyond V counts as the last one in every law.
-      judged = jnp.minimum(draft_tokens, logits.shape[-1] - 1)
-      if q is None:
-        q = jax.nn.one_hot(judged, logits.shape[-1], dtype=jnp.float32)
-      accepted, next_law = verify.sampled(judged, q, p, uniforms[:, gamma : 2 * gamma])
-      next_tokens = sampling.sample(next_law, uniforms[:, -1])
+      longest = jnp.max(jnp.where(state.ended, 0, proposal.lengths))
+      logits, cache = run_leading(
+          tokens_to_logits, tokens, longest + 1, state.positions, state.cache)
+    verdict = judge(logits, proposal, forced, uniforms[:, -gamma - 1 :], rule, verify)
+    accepted, emitted = verdict.accepted, verdict.tokens
 
-    # [B, gamma + 1]: the accepted drafts, then the target's token.
     places = jnp.arange(gamma + 1)
-    emitted = jnp.where(
-        places < accepted[:, None], jnp.pad(draft_tokens, ((0, 0), (0, 1))), next_tokens[:, None]
-    )
-    emitted = force_tokens(emitted, forced)
     kept = jnp.minimum(accepted + 1, limits - state.positions)
     is_end = (emitted == eos_id) & (forced == 0) & (places < kept[:, None])
     found_end = jnp.any(is_end, axis=1)
@@ -261,18 +248,18 @@ def speculative_decode(
     is_new = is_kept & (forced == 0)
     scores = state.scores
     if not (rule.is_greedy and rescale_log_probs):
-      log_probs = _log_probs(logits, p, emitted, rescale_log_probs)
+      log_probs = _log_probs(logits, verdict.law, emitted, rescale_log_probs)
       scores = scores + jnp.sum(jnp.where(is_new, log_probs, 0.0), axis=1)
 
     outcome = Outcome(
-        draft_tokens=draft_tokens, next_tokens=next_tokens, accepted=accepted, kept=kept,
-        is_new=is_new, is_forced=forced != 0,
+        draft_tokens=proposal.tokens, lengths=proposal.lengths, next_tokens=verdict.next_tokens,
+        accepted=accepted, kept=kept, is_new=is_new, is_forced=forced != 0,
         could_grow=state.positions[:, None] + 1 + places <= limits[:, None],
     )
     return LoopState(
         round=state.round + 1, sequences=sequences, positions=positions,
         ended=state.ended | (found_end & (kept > 0)) | (positions >= limits), scores=scores,
-        cache=cache, draft_state=draft_state, statistics=state.statistics.add(outcome),
+        cache=cache, draft_state=proposal.state, statistics=state.statistics.add(outcome),
         trace=None if state.trace is None else state.trace.add(outcome, state.round),
     )
 

@@ -14,13 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from speculative_t5x import checkpoints, decoding, ngram, paths, vocabularies
-from speculative_t5x.drafters import (
-    CopyingDrafter,
-    Drafter,
-    ModelDrafter,
-    NgramDrafter,
-    check_drafter,
-)
+from speculative_t5x.drafters import DrafterConfig
 from speculative_t5x.drafters.ngram import NgramTable
 from speculative_t5x.errors import UserError
 from speculative_t5x.network import T5Config, Transformer
@@ -30,6 +24,7 @@ from speculative_t5x.verification import VerificationRule
 
 # Not `…network.T5Config`: T5X's gin files and command lines call theirs `network.T5Config`.
 gin.external_configurable(T5Config, module='speculative_t5x')
+gin.external_configurable(DrafterConfig, module='speculative_t5x')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,10 +70,10 @@ class Pair:
     vocabulary: of both models.
     gamma: drafts a round.
     sampling: the rule for target and draft.
-    draft_sampling: the draft's own rule; None is the target's.
+    draft_sampling: the drafter's own rule; None is the target's.
     verification: how drafts are judged.
-    drafter: what guesses, one of `drafters.DRAFTERS`.
-    ngram_table: of the drafter 'ngram'.
+    drafter: what guesses.
+    ngram_table: of a drafter that has one.
     num_decodes: outputs an input.
     max_decode_steps: tokens an output at most; None is up to the length asked for.
     rescale_log_probs: whether scores are of the adjusted distribution, see `speculative_decode`.
@@ -95,14 +90,13 @@ class Pair:
   sampling: SamplingRule = SamplingRule()  # noqa: RUF009 - frozen
   draft_sampling: SamplingRule | None = None
   verification: VerificationRule = VerificationRule()  # noqa: RUF009 - frozen
-  drafter: str = 'model'
+  drafter: DrafterConfig = DrafterConfig()  # noqa: RUF009 - frozen
   ngram_table: NgramTable | None = None
   num_decodes: int = 1
   max_decode_steps: int | None = None
   rescale_log_probs: bool = False
 
   def __post_init__(self):
-    check_drafter(self.drafter)
     self._check_gamma(self.gamma)
     for name, model in (('target', self.target), ('draft', self.draft)):
       if model is not None and model.module.config.vocab_size < self.vocabulary.size:
@@ -114,10 +108,8 @@ class Pair:
   def _check_gamma(self, gamma: int) -> None:
     """Refuses a gamma below 0, and one above 0 without a draft."""
     decoding.check_gamma(gamma)
-    if gamma and self.drafter == 'ngram' and self.ngram_table is None:
-      raise UserError("ngram_table: expected one for the drafter 'ngram', found None")
-    if gamma and self.draft is None and self._drafts_with_model:
-      raise UserError(f'draft: expected a model for gamma {gamma}, found none')
+    if gamma:
+      self.drafter.check_parts(self.draft, self.ngram_table)
 
   def predict(
       self, inputs: np.ndarray, *, max_length: int, seed: int = 0, gamma: int | None = None,
@@ -161,19 +153,18 @@ class Pair:
         gamma, dataclasses.replace(rule, temperature=1.0) if per_row else rule, per_row, trace
     )
     return program(
-        self.target.params, self._draft_params if gamma else None,
-        jnp.asarray(inputs, jnp.int32), decoder_inputs, jnp.asarray(example_index, jnp.int32),
+        self.params, jnp.asarray(inputs, jnp.int32), decoder_inputs,
+        jnp.asarray(example_index, jnp.int32),
         jax.random.key(seed), jnp.asarray(rule.temperature, jnp.float32) if per_row else None,
     )
 
   @property
-  def _drafts_with_model(self) -> bool:
-    return self.drafter == 'model'
-
-  @property
-  def _draft_params(self) -> Any:
-    """What the drafter reads: a model's parameters, or a table."""
-    return self.draft.params if self._drafts_with_model else self.ngram_table
+  def params(self) -> dict[str, Any]:
+    """What programs read: the parameters `target` and `draft`, and `ngram_table`."""
+    return {
+        'target': self.target.params, 'draft': self.draft and self.draft.params,
+        'ngram_table': self.ngram_table,
+    }
 
   def plain(self, inputs: np.ndarray, **kwargs: Any) -> decoding.DecodeResult:
     """`predict` without a draft: one target run a token."""
@@ -188,10 +179,7 @@ class Pair:
     """The compiled decoding function of these static choices; jit adds the shapes."""
 
     @jax.jit
-    def program(
-        target_params, draft_params, inputs, decoder_inputs, example_index, rng, temperature
-    ):
-      params = {'target': target_params, 'draft': draft_params}
+    def program(params, inputs, decoder_inputs, example_index, rng, temperature):
       return self.decode_from(
           self.start(params, inputs, decoder_inputs.shape[1], gamma), params, decoder_inputs,
           gamma=gamma, rule=rule, temperature=temperature if per_row else None, trace=trace,
@@ -206,7 +194,7 @@ class Pair:
     """Encodes a batch with both models; pure.
 
     Args:
-      params: `{'target': …, 'draft': …}`.
+      params: as `self.params`.
       inputs: int32 `[B, S]`.
       max_length: `L`.
       gamma: drafts a round; the draft encodes nothing when it is 0.
@@ -215,16 +203,19 @@ class Pair:
       The target's cache and the drafter's state as `target` and `draft`, of `B * N` rows; the
       state is None for gamma 0.
     """
-    slots = decoding.cache_slots(max_length, gamma)
     rows = lambda tree: decoding.expand_rows(tree, self.num_decodes)
-    encode = lambda model, params: rows(
-        model.module.apply({'params': params}, inputs, slots, method='init_cache'))
+
+    def encode(name, extra_slots=0):
+      slots = decoding.cache_slots(max_length, gamma + extra_slots)
+      return rows(getattr(self, name).module.apply(
+          {'params': params[name]}, inputs, slots, method='init_cache'))
+
     state = None
-    if gamma and self._drafts_with_model:
-      state = encode(self.draft, params['draft'])
-    elif gamma:
-      state = rows(inputs)
-    return {'target': encode(self.target, params['target']), 'draft': state}
+    if gamma:
+      has_model = self.drafter.has_model
+      state = self.drafter.state(
+          encode('draft', self.drafter.extra_slots) if has_model else None, rows(inputs))
+    return {'target': encode('target'), 'draft': state}
 
   def decode_from(
       self, caches: Mapping[str, Any], params: Mapping[str, Any], decoder_inputs: jax.Array, *,
@@ -234,7 +225,7 @@ class Pair:
 
     Args:
       caches: from `start`, for the same `gamma`.
-      params: `{'target': …, 'draft': …}`.
+      params: as `self.params`.
       decoder_inputs: int32 `[B, L]`, prompts shifted right.
       gamma: drafts a round.
       rule: the target's sampling rule; its temperature is a float.
@@ -252,14 +243,11 @@ class Pair:
       rule = dataclasses.replace(rule, temperature=temperature)
       draft_rule = dataclasses.replace(
           rule, temperature=jnp.repeat(temperature, self.num_decodes))
-    drafter: Drafter | None = None
+    drafter = None
     if gamma:
-      draft_rule = self.draft_sampling or draft_rule
-      drafter = {
-          'model': lambda: ModelDrafter(step('draft'), draft_rule),
-          'ngram': lambda: NgramDrafter(params['draft'], draft_rule),
-          'copying': CopyingDrafter,
-      }[self.drafter]()
+      drafter = self.drafter.make(
+          self.draft_sampling or draft_rule, table=params['ngram_table'],
+          tokens_to_logits=step('draft') if self.drafter.has_model else None)
     return decoding.speculative_decode(
         decoder_inputs, caches['target'], step('target'), self.vocabulary.eos_id, gamma=gamma,
         drafter=drafter, draft_state=caches['draft'], rule=rule, verify=self.verification,
@@ -305,9 +293,11 @@ def load_pair(
     topp: float = 0.0,
     verification: str | None = None,
     lenience: float = 1.0,
-    drafter: str = 'model',
+    drafter: DrafterConfig = DrafterConfig(),  # noqa: B008 - frozen
     ngram_path: str | None = None,
     draft_temperature: float | None = None,
+    draft_topk: int | None = None,
+    draft_topp: float | None = None,
     num_decodes: int = 1,
     max_decode_steps: int | None = None,
     dtype: str = 'float32',
@@ -328,9 +318,11 @@ def load_pair(
     topp: keep the smallest set with at least this mass; 0 keeps all.
     verification: 'block', 'token_wise', or None for the better one.
     lenience: in (0, 1]; below 1 is lossy, see `VerificationRule`.
-    drafter: what guesses, one of `drafters.DRAFTERS`; only 'model' reads the draft's checkpoint.
-    ngram_path: table of the drafter 'ngram', from `python -m speculative_t5x.ngram`.
+    drafter: what guesses; the draft's checkpoint is read only if it has a model.
+    ngram_path: n-gram table of a drafter that has one, from `python -m speculative_t5x.ngram`.
     draft_temperature: of the drafts; None is the target's.
+    draft_topk: likewise.
+    draft_topp: likewise.
     num_decodes: outputs an input.
     max_decode_steps: tokens an output at most.
     dtype: dtype of the parameters in memory.
@@ -346,8 +338,8 @@ def load_pair(
   rule = SamplingRule(temperature, topk, topp)
   verify = VerificationRule(verification, lenience)
   decoding.check_gamma(gamma)
-  check_drafter(drafter)
-  needs_draft = gamma > 0 and drafter == 'model'
+  draft_rule = rule.override(draft_temperature, draft_topk, draft_topp)
+  needs_draft = gamma > 0 and drafter.has_model
   if needs_draft and (draft_checkpoint_path is None or draft is None):
     raise UserError(f'draft: expected a checkpoint and a network for gamma {gamma}, found none')
   vocabulary = vocabularies.load_vocabulary(paths.resolve(vocabulary_path), extra_ids=extra_ids)
@@ -357,17 +349,16 @@ def load_pair(
         vocabularies.load_vocabulary(paths.resolve(draft_vocabulary_path), extra_ids=extra_ids),
     )
   table = None
-  if drafter == 'ngram' and ngram_path is None:
-    raise UserError("NGRAM_PATH: expected a table for the drafter 'ngram', found None")
-  if drafter == 'ngram':
+  if gamma and drafter.has_table:
+    if ngram_path is None:
+      raise UserError(
+          f'NGRAM_PATH: expected a table for the drafter {drafter.name!r}, found None')
     table = jax.tree.map(jnp.asarray, ngram.load(ngram_path, vocabulary))
-  draft_rule = None
-  if draft_temperature is not None:
-    draft_rule = SamplingRule(draft_temperature, topk, topp)
   draft_model = load_model(draft_checkpoint_path, draft, dtype) if needs_draft else None
   return Pair(
       target=load_model(checkpoint_path, target, dtype), draft=draft_model, vocabulary=vocabulary,
-      gamma=gamma, sampling=rule, draft_sampling=draft_rule, verification=verify,
+      gamma=gamma, sampling=rule, verification=verify,
+      draft_sampling=None if draft_rule == rule else draft_rule,
       drafter=drafter, ngram_table=table,
       num_decodes=num_decodes, max_decode_steps=max_decode_steps,
   )

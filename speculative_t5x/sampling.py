@@ -53,6 +53,14 @@ class SamplingRule:
           f'topp={self.topp}'
       )
 
+  def override(
+      self, temperature: float | None = None, topk: int | None = None, topp: float | None = None
+  ) -> 'SamplingRule':
+    """This rule with what is not None in place of its own values."""
+    given = {'temperature': temperature, 'topk': topk, 'topp': topp}
+    given = {name: value for name, value in given.items() if value is not None}
+    return dataclasses.replace(self, **given)
+
   @property
   def is_greedy(self) -> bool:
     """True when it is known before compilation that every row is greedy."""

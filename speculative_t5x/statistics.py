@@ -17,6 +17,7 @@ class Outcome(NamedTuple):
 
   Attributes:
     draft_tokens: int32 `[B, gamma]`.
+    lengths: int32 `[B]`, how many of them are drafts; None when all are.
     next_tokens: int32 `[B]`, the target's token behind the accepted drafts.
     accepted: int32 `[B]`, drafts accepted by the verification.
     kept: int32 `[B]`, tokens that were written: cut at EOS and at the longest length.
@@ -26,6 +27,7 @@ class Outcome(NamedTuple):
   """
 
   draft_tokens: jax.Array
+  lengths: jax.Array | None
   next_tokens: jax.Array
   accepted: jax.Array
   kept: jax.Array
@@ -41,7 +43,10 @@ class Outcome(NamedTuple):
   @property
   def was_drafted(self) -> jax.Array:
     """Bool `[B, gamma]`: drafts that could have been emitted."""
-    return (self.could_grow & ~self.is_forced)[:, :-1] & self.active[:, None]
+    drafted = (self.could_grow & ~self.is_forced)[:, :-1] & self.active[:, None]
+    if self.lengths is None:
+      return drafted
+    return drafted & (jnp.arange(drafted.shape[1]) < self.lengths[:, None])
 
 
 @flax.struct.dataclass
@@ -78,8 +83,9 @@ class Statistics:
         outcome.was_drafted & outcome.is_new[:, :gamma]
         & (jnp.arange(gamma) < outcome.accepted[:, None])
     )
+    drafts = gamma if outcome.lengths is None else outcome.lengths
     was_rejected = (
-        outcome.active & (outcome.accepted < gamma) & (outcome.kept == outcome.accepted + 1)
+        outcome.active & (outcome.accepted < drafts) & (outcome.kept == outcome.accepted + 1)
         & ~verification.at_position(outcome.is_forced, outcome.accepted)
     )
     count = lambda flags: jnp.sum(flags, axis=1, dtype=jnp.int32)

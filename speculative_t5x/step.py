@@ -26,6 +26,40 @@ class TokensToLogits(Protocol):
     ...
 
 
+def run_leading(
+    tokens_to_logits: TokensToLogits, tokens: jax.Array, count: jax.Array, positions: jax.Array,
+    cache: Any,
+) -> tuple[jax.Array, Any]:
+  """Runs a model on no more of `tokens` than `count` calls for.
+
+  The step is compiled for M, (M + 1) / 2, … and 1 tokens, and the narrowest that will do is run.
+
+  Args:
+    tokens_to_logits: the model's decode step.
+    tokens: int32 `[B, M]`.
+    count: int32 scalar in 1 … M, leading tokens that are needed.
+    positions: int32 `[B]`.
+    cache: the model's cache.
+
+  Returns:
+    float32 logits `[B, M, V]`, 0 behind what was run, and the cache.
+  """
+  length = tokens.shape[1]
+  widths = [length]
+  while widths[0] > 1:
+    widths.insert(0, (widths[0] + 1) // 2)
+
+  def run(width):
+    def step(cache):
+      logits, cache = tokens_to_logits(tokens[:, :width], positions, cache)
+      return jnp.pad(logits, ((0, 0), (0, length - width), (0, 0))), cache
+
+    return step
+
+  index = jnp.searchsorted(jnp.asarray(widths), count)
+  return jax.lax.switch(index, [run(width) for width in widths], cache)
+
+
 def force_tokens(tokens: jax.Array, forced: jax.Array) -> jax.Array:
   """`forced` where it is not 0, otherwise `tokens`; both int32 of one shape."""
   return jnp.where(forced != 0, forced, tokens)

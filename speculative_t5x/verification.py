@@ -61,7 +61,8 @@ def token_wise(
 
   Args:
     draft_tokens: int32 `[B, gamma]`, drawn from `q`.
-    q: float32 `[B, gamma, V]`, the law each draft was drawn from.
+    q: float32 `[B, gamma, V]`, the law each draft was drawn from; zeros where none was drawn, and
+      at every place behind it.
     p: float32 `[B, gamma + 1, V]`, the target's law at each draft and after the last.
     uniforms: float32 `[B, gamma]`.
     lenience: see `VerificationRule`.
@@ -72,8 +73,8 @@ def token_wise(
   """
   q_drafted = _at(q, draft_tokens)
   p_drafted = _at(p[:, :-1], draft_tokens)
-  # Strict: a token with p = 0 is refused at r = 0 too.
-  accepted = leading_count(uniforms * lenience * q_drafted < p_drafted)
+  # Strict: a token with p = 0 is refused at r = 0 too. Where nothing was drawn nothing is accepted.
+  accepted = leading_count((uniforms * lenience * q_drafted < p_drafted) & (q_drafted > 0))
   return accepted, residual(at_position(p, accepted), at_position(pad_q(q), accepted))
 
 
@@ -83,11 +84,12 @@ def block(
   """Judges the drafts of a round together (Sun et al. 2024, arXiv 2403.10444, Algorithm 2).
 
   The law of what is emitted is the target's, as with `token_wise`, and the expected number of
-  accepted drafts is never below its.
+  accepted drafts is never below its. Drafting may stop early at prefixes of the drafter's choice:
+  where q is zero, all of the target's mass is in excess.
 
   Args:
     draft_tokens: int32 `[B, gamma]`, drawn from `q`.
-    q: float32 `[B, gamma, V]`.
+    q: float32 `[B, gamma, V]`, as for `token_wise`.
     p: float32 `[B, gamma + 1, V]`.
     uniforms: float32 `[B, gamma]`.
 
@@ -95,7 +97,9 @@ def block(
     accepted int32 `[B]` and next_law float32 `[B, V]`, as `token_wise`.
   """
   gamma = draft_tokens.shape[1]
-  ratios = _at(p[:, :-1], draft_tokens) / jnp.maximum(_at(q, draft_tokens), 1e-38)
+  q_drafted = _at(q, draft_tokens)
+  ratios = jnp.where(
+      q_drafted > 0, _at(p[:, :-1], draft_tokens) / jnp.maximum(q_drafted, 1e-38), 0.0)
   # [B, gamma + 1]: how likely each prefix of the drafts is to be kept, as far as it goes.
   kept = [jnp.ones(draft_tokens.shape[0])]
   for place in range(gamma):
@@ -121,7 +125,8 @@ RULES = {'token_wise': token_wise, 'block': block}
 
 
 def greedy(
-    draft_tokens: jax.Array, target_tokens: jax.Array, is_lenient: jax.Array | None = None
+    draft_tokens: jax.Array, target_tokens: jax.Array, is_lenient: jax.Array | None = None,
+    is_drafted: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """The rules for one-hot p and q, given by their tokens.
 
@@ -130,6 +135,7 @@ def greedy(
     target_tokens: int32 `[B, gamma + 1]`, the target's argmax at each draft and after the last.
     is_lenient: bool `[B, gamma]`, drafts to accept though they are not the argmax, see
       `near_argmax`; None is none.
+    is_drafted: bool `[B, gamma]`, places that hold a draft; None is all.
 
   Returns:
     accepted: int32 `[B]`, the number of leading drafts accepted.
@@ -138,6 +144,8 @@ def greedy(
   is_right = draft_tokens == target_tokens[:, :-1]
   if is_lenient is not None:
     is_right |= is_lenient
+  if is_drafted is not None:
+    is_right &= is_drafted
   accepted = leading_count(is_right)
   return accepted, at_position(target_tokens, accepted)
 

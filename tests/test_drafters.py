@@ -1,7 +1,9 @@
-"""Drafters beyond a second model."""
+"""Every drafter: exact under every rule, and each one's own ways."""
 
+import dataclasses
 import functools
 import itertools
+from typing import Any, NamedTuple
 
 import hypothesis
 import hypothesis.strategies as st
@@ -12,14 +14,23 @@ import pytest
 import scipy.stats
 
 import toy
-from speculative_t5x import decoding, ngram, vocabularies
-from speculative_t5x.drafters import CopyingDrafter, ModelDrafter, NgramDrafter, check_drafter
+from speculative_t5x import decoding, ngram, verification, vocabularies
+from speculative_t5x.drafters import (
+    CascadeDrafter,
+    CopyingDrafter,
+    DrafterConfig,
+    MixedDrafter,
+    ModelDrafter,
+    NgramDrafter,
+)
 from speculative_t5x.drafters.ngram import law
 from speculative_t5x.errors import UserError
 from speculative_t5x.sampling import SamplingRule
+from speculative_t5x.verification import VerificationRule
 
 # Each distribution test rejects a correct program with this probability.
 ERROR_RATE = 1e-4
+VERIFICATIONS = [pytest.param(VerificationRule(name), id=name) for name in verification.RULES]
 
 
 def copied(inputs, output, gamma, **settings):
@@ -78,56 +89,259 @@ def test_copying_is_what_loops_over_lists_give(inputs, output, max_ngram):
   assert copied(inputs, output, 4, max_ngram=max_ngram) == by_hand(inputs, output, 4, max_ngram)
 
 
-def decode(target, *, gamma, rule, batch, length, inputs=None, drafter=None, state=None):
-  slots = decoding.cache_slots(length, gamma)
+# Every drafter, by name: (vocabulary size, rule) to the drafter, the seed of its model, and what it
+# keeps beside the model's cache.
+COPYING = CopyingDrafter(min_ngram=1)
+SOME_TEXTS = np.random.default_rng(0).integers(1, 4, (50, 4)).tolist()
+
+
+def table_of(vocab_size, order):
+  return jax.tree.map(jnp.asarray, ngram.build(SOME_TEXTS, vocab_size, order))
+
+
+class Made(NamedTuple):
+  """A drafter of toy models.
+
+  Attributes:
+    drafter: the drafter.
+    state: what it starts from, of rows whose contexts are `inputs`: `(slots, inputs) -> state`.
+  """
+
+  drafter: Any
+  state: Any
+
+
+def made(name, vocab_size, rule):
+  """The drafter `name`; the draft model differs from the target."""
+  model = toy.Toy(vocab_size, 2)
+  drafts = lambda **settings: ModelDrafter(model, rule, **settings)
+  cache = lambda slots, inputs: model.cache(len(inputs), slots)
+  small = toy.Toy(vocab_size, 7)
+  both = lambda slots, inputs: (cache(slots, inputs), inputs)
+  return {
+      'model': lambda: Made(drafts(), cache),
+      'adaptive': lambda: Made(drafts(min_confidence=0.5), cache),
+      'hardly confident': lambda: Made(drafts(min_confidence=0.95), cache),
+      'copying': lambda: Made(COPYING, lambda slots, inputs: inputs),
+      'unigram': lambda: Made(NgramDrafter(table_of(vocab_size, 1), rule), lambda *_: None),
+      'bigram': lambda: Made(NgramDrafter(table_of(vocab_size, 2), rule), lambda *_: None),
+      'trigram': lambda: Made(NgramDrafter(table_of(vocab_size, 3), rule), lambda *_: None),
+      'mixed': lambda: Made(MixedDrafter(COPYING, drafts()), both),
+      'adaptive mixed': lambda: Made(
+          MixedDrafter(CopyingDrafter(min_ngram=2), drafts(min_confidence=0.5)), both),
+      'copying cascade': lambda: Made(CascadeDrafter(model, rule, COPYING, 2), both),
+      'bigram cascade': lambda: Made(
+          CascadeDrafter(model, rule, NgramDrafter(table_of(vocab_size, 2), rule), 1),
+          lambda slots, inputs: (cache(slots, inputs), None)),
+      'model cascade': lambda: Made(
+          CascadeDrafter(model, rule, ModelDrafter(small, rule), 3),
+          lambda slots, inputs: (cache(slots, inputs), small.cache(len(inputs), slots))),
+      'adaptive cascade': lambda: Made(
+          CascadeDrafter(model, rule, ModelDrafter(small, rule, min_confidence=0.6), 3),
+          lambda slots, inputs: (cache(slots, inputs), small.cache(len(inputs), slots))),
+  }[name]()
+
+
+NAMES = ['model', 'adaptive', 'hardly confident', 'copying', 'unigram', 'bigram', 'trigram',
+         'mixed', 'adaptive mixed', 'copying cascade', 'bigram cascade', 'model cascade',
+         'adaptive cascade']
+
+
+def run(name, target, *, gamma, rule, context, length, inputs=None, draft_rule=None, key=1,
+        **options):
+  """Decodes with a drafter, or plainly when `name` is None.
+
+  Args:
+    name: of the drafter.
+    target: the toy.
+    gamma: drafts a round.
+    rule: the target's.
+    context: int32 `[B, S]`, what copies may be taken from.
+    length: of the outputs.
+    inputs: prompts, or None.
+    draft_rule: the drafter's, or None for the target's.
+    key: seed.
+    **options: of `speculative_decode`.
+  """
+  batch = len(context)
+  slots = decoding.cache_slots(length, gamma) + 3
   prompts = jnp.zeros((batch, length), jnp.int32) if inputs is None else jnp.asarray(inputs)
-  run = functools.partial(
-      decoding.speculative_decode, prompts, target.cache(batch, slots), target, toy.EOS,
-      gamma=gamma, drafter=drafter, draft_state=state, rule=rule, decode_rng=jax.random.key(1))
-  return jax.jit(run)()
+  num_decodes = options.get('num_decodes', 1)
+  context = jnp.repeat(jnp.asarray(context, jnp.int32), num_decodes, axis=0)
+  drafter, state = None, None
+  if name:
+    drafter, state = made(name, target.vocab_size, draft_rule or rule)
+    state = state(slots, context)
+  decode = functools.partial(
+      decoding.speculative_decode, prompts, target.cache(len(context), slots), target, toy.EOS,
+      gamma=gamma, drafter=drafter, draft_state=state, rule=rule, decode_rng=jax.random.key(key),
+      **options)
+  return jax.jit(decode)()
 
 
-@pytest.mark.parametrize('gamma', [1, 3])
-@pytest.mark.parametrize('rule', [SamplingRule(1.0), SamplingRule(0.8, topk=3)], ids=str)
-def test_copied_samples_follow_the_target(gamma, rule):
-  target, batch = toy.Toy(4, 1), 120_000
-  # Inputs that differ by row, some without any match.
-  context = np.random.default_rng(0).integers(0, 4, (batch, 6)).astype(np.int32)
-  result = decode(target, gamma=gamma, rule=rule, batch=batch, length=3,
-                  drafter=CopyingDrafter(), state=jnp.asarray(context))
-  statistic, freedom = toy.chi_square(
-      np.asarray(result.sequences[:, 0]), target.exact(3, rule))
-  assert scipy.stats.chi2.sf(statistic, freedom) > ERROR_RATE
+def contexts(batch, seed=0, width=6):
+  """Inputs that differ by row, some without any match."""
+  return np.random.default_rng(seed).integers(0, 4, (batch, width)).astype(np.int32)
+
+
+def p_value(name, rule, gamma, **options):
+  """Chi-square of sampled outputs against the target's exact law."""
+  target, batch, length = toy.Toy(4, 1), 120_000, 3
+  result = run(name, target, gamma=gamma, rule=rule, context=contexts(batch), length=length,
+               **options)
   assert np.any(result.statistics.accepted) and np.any(result.statistics.rejected)
+  statistic, freedom = toy.chi_square(
+      np.asarray(result.sequences[:, 0]), target.exact(length, rule))
+  return scipy.stats.chi2.sf(statistic, freedom)
 
 
-@pytest.mark.parametrize('gamma', [1, 4])
-def test_copied_greedy_outputs_equal_plain_ones(gamma):
+@pytest.mark.parametrize('verify', VERIFICATIONS)
+@pytest.mark.parametrize('name', NAMES)
+def test_samples_follow_the_target(name, verify):
+  assert p_value(name, SamplingRule(1.0), 3, verify=verify) > ERROR_RATE
+
+
+@pytest.mark.parametrize('rule', [SamplingRule(0.7, topk=3), SamplingRule(1.2, topp=0.8)], ids=str)
+@pytest.mark.parametrize('name', NAMES)
+def test_samples_under_other_rules_follow_the_target(name, rule):
+  assert p_value(name, rule, 2) > ERROR_RATE
+
+
+@pytest.mark.parametrize('draft_rule', [
+    SamplingRule(0.0), SamplingRule(0.5), SamplingRule(1.5, topk=2), SamplingRule(1.0, topp=0.6),
+], ids=str)
+@pytest.mark.parametrize('name', ['model', 'adaptive', 'bigram', 'mixed', 'model cascade'])
+def test_samples_follow_the_target_whatever_the_drafts_rule(name, draft_rule):
+  assert p_value(name, SamplingRule(1.0), 2, draft_rule=draft_rule) > ERROR_RATE
+
+
+def test_a_choice_of_drafts_by_their_own_value_is_detected(monkeypatch):
+  """What `Proposal.lengths` forbids: a draft withdrawn for what it is."""
+  propose = ModelDrafter.propose
+
+  def withdraw(self, *args):
+    proposal = propose(self, *args)
+    return proposal._replace(lengths=jnp.where(proposal.tokens[:, 0] == 2, 0, 3))
+
+  monkeypatch.setattr(ModelDrafter, 'propose', withdraw)
+  assert p_value('model', SamplingRule(1.0), 3) < 1e-12
+
+
+def test_a_cascade_judged_by_the_wrong_law_is_detected(monkeypatch):
+  """The law of a cascade's drafts is its model's; that of the inner drafter would not do."""
+  propose = CascadeDrafter.propose
+
+  def wrong(self, *args):
+    proposal = propose(self, *args)
+    return proposal._replace(probabilities=jnp.full_like(proposal.probabilities, 0.25))
+
+  monkeypatch.setattr(CascadeDrafter, 'propose', wrong)
+  assert p_value('copying cascade', SamplingRule(1.0), 3) < 1e-12
+
+
+@pytest.mark.parametrize('gamma', [1, 4, 5])
+@pytest.mark.parametrize('name', NAMES)
+def test_greedy_outputs_equal_plain_ones(name, gamma):
+  """Behind prompts of several lengths, in a ragged batch, and row by row."""
   target = toy.Toy(6, 3, scale=3)
   rng = np.random.default_rng(0)
   inputs = np.zeros((20, 24), np.int32)
-  inputs[:, 1:4] = rng.integers(2, 6, (20, 3))
-  context = jnp.asarray(rng.integers(0, 6, (20, 5)), jnp.int32)
-  run = functools.partial(decode, target, rule=SamplingRule(), batch=20, length=24, inputs=inputs)
-  plain = run(gamma=0)
-  fast = run(gamma=gamma, drafter=CopyingDrafter(), state=context)
+  for row, length in enumerate(rng.integers(0, 8, 20)):
+    inputs[row, 1 : length + 1] = rng.integers(2, 6, length)
+  given = {'rule': SamplingRule(), 'length': 24, 'rescale_log_probs': False}
+  plain = run(None, target, gamma=0, context=contexts(20), inputs=inputs, **given)
+  fast = run(name, target, gamma=gamma, context=contexts(20), inputs=inputs, **given)
   np.testing.assert_array_equal(plain.sequences, fast.sequences)
-  assert np.sum(fast.statistics.accepted) > 0
-  # A ragged batch: every row copies as it does alone.
-  alone = decode(target, gamma=gamma, rule=SamplingRule(), batch=1, length=24, inputs=inputs[3:4],
-                 drafter=CopyingDrafter(), state=context[3:4])
-  np.testing.assert_array_equal(
-      alone.statistics.accepted_at_position[0], fast.statistics.accepted_at_position[3])
+  np.testing.assert_allclose(plain.scores, fast.scores, atol=1e-4)
+  statistics = fast.statistics
+  if name != 'unigram':
+    assert np.sum(statistics.accepted) > 0
+  np.testing.assert_array_equal(statistics.emitted, plain.statistics.emitted)
+  # A round emits its accepted drafts and one token, unless it is cut.
+  assert np.all(statistics.emitted <= statistics.accepted + statistics.rounds)
+  assert np.all(statistics.drafted <= gamma * statistics.rounds)
+  if 'adaptive' not in name and name != 'hardly confident':
+    # The whole batch decides how long to draft; nothing else depends on it.
+    alone = run(name, target, gamma=gamma, context=contexts(20)[3:4], inputs=inputs[3:4], **given)
+    np.testing.assert_array_equal(
+        alone.statistics.accepted_at_position[0], statistics.accepted_at_position[3])
 
 
-def test_drafters_are_interchangeable_at_the_same_randomness():
-  """Which drafter guesses does not change greedy outputs."""
-  target, draft = toy.Toy(6, 3, scale=3), toy.Toy(6, 4, scale=3)
-  copying = decode(target, gamma=3, rule=SamplingRule(), batch=2, length=12,
-                   drafter=CopyingDrafter(), state=jnp.zeros((2, 0), jnp.int32))
-  model = decode(target, gamma=3, rule=SamplingRule(), batch=2, length=12,
-                 drafter=ModelDrafter(draft, SamplingRule()), state=draft.cache(2, 16))
-  np.testing.assert_array_equal(copying.sequences, model.sequences)
+@pytest.mark.parametrize('name', NAMES)
+def test_sampled_outputs_with_prompts_and_several_decodes(name):
+  """Prompts are kept, and what follows them has the target's law."""
+  target, rule, batch = toy.Toy(4, 1), SamplingRule(1.0), 30_000
+  inputs = np.tile(np.array([[0, 2, 0, 0], [0, 3, 2, 0]], np.int32), (batch, 1))
+  result = run(name, target, gamma=3, rule=rule, context=contexts(2 * batch), length=4,
+               inputs=inputs, num_decodes=2)
+  sequences = np.asarray(result.sequences)
+  for row, prompt in enumerate([(2,), (3, 2)]):
+    exact = {outcome: p for outcome, p in target.exact(4, rule).items()
+             if outcome[: len(prompt)] == prompt}
+    total = sum(exact.values())
+    exact = {outcome: p / total for outcome, p in exact.items()}
+    statistic, freedom = toy.chi_square(sequences[row::2].reshape(-1, 4), exact)
+    assert scipy.stats.chi2.sf(statistic, freedom) > ERROR_RATE
+
+
+def test_a_model_drafts_less_the_more_it_is_asked_to_be_sure():
+  target = toy.Toy(6, 3, scale=3)
+  found = [
+      run(name, target, gamma=5, rule=SamplingRule(), context=contexts(20), length=24).statistics
+      for name in ('model', 'adaptive', 'hardly confident')
+  ]
+  drafted = [float(np.sum(x.drafted) / np.sum(x.rounds)) for x in found]
+  assert drafted[0] > drafted[1] > drafted[2] >= 1
+
+
+def test_rows_that_have_ended_do_not_decide_how_long_to_draft():
+  """A row of high confidence that is over must not keep the others drafting."""
+  model = toy.Toy(5, 3)
+  drafter = ModelDrafter(model, SamplingRule(), min_confidence=0.5)
+  sure = jnp.full((1, 5), -20.0).at[0, 2].set(0)
+  unsure = jnp.zeros((1, 5))
+  drafter = dataclasses.replace(drafter, tokens_to_logits=lambda tokens, positions, cache: (
+      jnp.repeat(jnp.concatenate([sure, unsure])[:, None], tokens.shape[1], 1), cache))
+  lengths = lambda active: drafter.propose(
+      None, jnp.zeros((2, 12), jnp.int32), jnp.zeros(2, jnp.int32), jnp.zeros((2, 4), jnp.int32),
+      jnp.zeros((2, 4)), jnp.asarray(active)).lengths.tolist()
+  assert lengths([True, False]) == [4, 4]
+  assert lengths([False, True]) == [1, 1]
+  # (1 + .2) / 2, then (1 + .04) / 2, then below .504.
+  assert lengths([True, True]) == [4, 4]
+
+
+def test_the_model_of_a_mixed_drafter_reads_what_was_copied():
+  """With the target as the draft model, whatever is refused must have been copied."""
+  table = toy.Toy(6, 3, scale=3).table
+  # No text ends, and each comes back to what it said before.
+  table[..., toy.EOS] = -20
+  target, rows, length = toy.Toy(6, 3, table=table), 40, 40
+  rng = np.random.default_rng(0)
+  context = rng.integers(2, 6, (rows, 20)).astype(np.int32)
+  prompts = np.zeros((rows, length), np.int32)
+  prompts[:, 1:3] = rng.integers(2, 6, (rows, 2))
+  slots = decoding.cache_slots(length, 4)
+  drafter = MixedDrafter(CopyingDrafter(min_ngram=2), ModelDrafter(target, SamplingRule()))
+  result = jax.jit(functools.partial(
+      decoding.speculative_decode, jnp.asarray(prompts), target.cache(rows, slots), target,
+      toy.EOS, gamma=4, drafter=drafter, rule=SamplingRule(), trace=True,
+      draft_state=(target.cache(rows, slots), jnp.asarray(context))))()
+  sequences, trace = np.asarray(result.sequences), jax.tree.map(np.asarray, result.trace)
+  copies_accepted, copies_refused, models_accepted = 0, 0, 0
+  for row in range(rows):
+    place = 0
+    for accepted, following in zip(trace.accepted[row, 0], trace.next_token[row, 0], strict=True):
+      if accepted < 0 or following < 0:
+        break
+      is_copy = place and copied(context[row], [*sequences[row, 0, :place]], 4, min_ngram=2)[1] > 0
+      assert is_copy or accepted == 4
+      copies_accepted += bool(is_copy and accepted == 4)
+      copies_refused += bool(is_copy and accepted < 4)
+      models_accepted += bool(place and not is_copy)
+      place += accepted + 1
+  # A model round behind copies: it has read them.
+  assert copies_accepted and copies_refused and models_accepted
 
 
 TEXTS = [[2, 3, 4, 1], [2, 3, 5, 1], [2, 3, 4, 1], [4, 4, 4, 1], [3, 1]]
@@ -175,18 +389,6 @@ def test_only_the_most_frequent_successors_are_kept():
   assert found[4] == pytest.approx((1 - 2.5 / 6) * float(table.unigram[4]), abs=1e-6)
 
 
-@pytest.mark.parametrize('order', [1, 2, 3])
-@pytest.mark.parametrize('rule', [SamplingRule(1.0), SamplingRule(0.7, topk=2)], ids=str)
-def test_ngram_samples_follow_the_target(order, rule):
-  target, batch = toy.Toy(4, 1), 120_000
-  texts = np.random.default_rng(0).integers(1, 4, (50, 4)).tolist()
-  table = jax.tree.map(jnp.asarray, ngram.build(texts, 4, order))
-  result = decode(target, gamma=2, rule=rule, batch=batch, length=3,
-                  drafter=NgramDrafter(table, rule))
-  statistic, freedom = toy.chi_square(np.asarray(result.sequences[:, 0]), target.exact(3, rule))
-  assert scipy.stats.chi2.sf(statistic, freedom) > ERROR_RATE
-
-
 def test_ngram_drafts_of_a_deterministic_text_are_all_accepted():
   # The target counts 2, 3, 4, …; a bigram table of such a text knows as much.
   vocab = 12
@@ -195,8 +397,10 @@ def test_ngram_drafts_of_a_deterministic_text_are_all_accepted():
     logits[:, token, token + 1 if 1 < token < vocab - 1 else (2 if token == 0 else 1)] = 0
   target = toy.Toy(vocab, 0, table=logits)
   table = ngram.build([[*range(2, vocab), 1]], vocab, 2)
-  result = decode(target, gamma=4, rule=SamplingRule(), batch=1, length=vocab,
-                  drafter=NgramDrafter(jax.tree.map(jnp.asarray, table), SamplingRule()))
+  drafter = NgramDrafter(jax.tree.map(jnp.asarray, table), SamplingRule())
+  result = decoding.speculative_decode(
+      jnp.zeros((1, vocab), jnp.int32), target.cache(1, vocab + 5), target, toy.EOS, gamma=4,
+      drafter=drafter)
   assert result.sequences[0, 0, :11].tolist() == [*range(2, vocab), 1]
   assert not np.any(result.statistics.rejected)
 
@@ -244,6 +448,30 @@ def test_the_command_builds_a_table(tmp_path, capsys):
     ngram.build([[7, 1]], 5, 2)
 
 
-def test_unknown_drafters_are_named():
-  with pytest.raises(UserError, match='expected one of model, copying, ngram, found guess'):
-    check_drafter('guess')
+@pytest.mark.parametrize('settings, named', [
+    ({'name': 'guess'},
+     'drafter: expected one of model, copying, ngram, mixed, cascade, found guess'),
+    ({'cascade': 'model'}, 'cascade: expected one of copying, ngram, found model'),
+    ({'min_confidence': 1.0}, r'min_confidence: expected a number in \[0, 1\), found 1.0'),
+    ({'name': 'copying', 'min_confidence': 0.5},
+     r'min_confidence: expected 0 with the drafter copying \(model and mixed take it\), found 0.5'),
+    ({'cascade_gamma': 0}, 'cascade_gamma: expected at least 1, found 0'),
+])
+def test_settings_out_of_range_are_named(settings, named):
+  with pytest.raises(UserError, match=named):
+    DrafterConfig(**settings)
+
+
+@pytest.mark.parametrize('config, parts', [
+    (DrafterConfig(), (True, False)), (DrafterConfig('copying'), (False, False)),
+    (DrafterConfig('ngram'), (False, True)), (DrafterConfig('mixed'), (True, False)),
+    (DrafterConfig('cascade'), (True, False)),
+    (DrafterConfig('cascade', cascade='ngram'), (True, True)),
+])
+def test_missing_parts_are_named(config, parts):
+  given = [object() if part else None for part in parts]
+  config.check_parts(*given)
+  for index, name in enumerate(('draft: expected a model', 'ngram_table: expected one')):
+    if parts[index]:
+      with pytest.raises(UserError, match=f'{name} for the drafter {config.name!r}, found None'):
+        config.check_parts(*[None if i == index else part for i, part in enumerate(given)])

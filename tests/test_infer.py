@@ -161,9 +161,30 @@ def test_a_lossy_run_says_so(sentences, tmp_path):
   assert all(record['lenience'] == 0.1 for record in lossy if record['prediction'])
 
 
+def test_drafters_are_chosen_in_gin(sentences, tmp_path):
+  outputs = lambda records: [record['prediction'] for record in records]
+  drafted = lambda records: sum(
+      record['statistics']['drafted'] for record in records if record['prediction'])
+  _, expected = run(sentences, tmp_path / 'model')
+  for name, arguments in {
+      'mixed': ['--gin.DRAFTER="mixed"', '--gin.MIN_CONFIDENCE=0.4'],
+      'cascade': ['--gin.DRAFTER="cascade"', '--gin.CASCADE_GAMMA=1', '--gin.DRAFT_TOPK=2'],
+      'copying': ['--gin.DRAFTER="copying"', '--gin.DRAFT_CHECKPOINT_PATH=None'],
+  }.items():
+    code, found = run(sentences, tmp_path / name, *arguments)
+    assert code == 0 and outputs(found) == outputs(expected)
+    if name != 'cascade':
+      assert 0 < drafted(found) != drafted(expected)
+
+
 @pytest.mark.parametrize(
     ('arguments', 'named'),
     [
+        (['--gin.DRAFTER="guess"'], 'drafter: expected one of'),
+        (['--gin.DRAFTER="ngram"'], 'NGRAM_PATH: expected a table'),
+        (['--gin.MIN_CONFIDENCE=1.5'], 'min_confidence: expected a number in'),
+        (['--gin.CASCADE="model"'], 'cascade: expected one of'),
+        (['--gin.DRAFT_TOPK=3', '--gin.DRAFT_TOPP=0.5'], 'topk and topp'),
         (['--gin.LENIENCE=0.0'], 'lenience'),
         (['--gin.VERIFICATION="best"'], 'verification'),
         (['--gin.GAMMA=-1'], 'gamma: expected at least 0, found -1'),

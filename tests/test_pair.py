@@ -1,14 +1,17 @@
 """The pair on real text: the embedded models, and models of random weights."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from speculative_t5x import ngram, training
 from speculative_t5x import pair as pair_lib
-from speculative_t5x import training
 from speculative_t5x.demo import tasks
 from speculative_t5x.demo.__main__ import load_demo_pair
+from speculative_t5x.drafters import DrafterConfig
 from speculative_t5x.errors import UserError
 from speculative_t5x.network import T5Config, Transformer
 from speculative_t5x.sampling import SamplingRule
@@ -38,6 +41,22 @@ def test_greedy_outputs_equal_plain_ones(demo, held_out, gamma):
   assert np.sum(fast.statistics.rounds) < np.sum(plain.statistics.rounds)
   alone = demo.predict(held_out[3:4], max_length=48, gamma=gamma)
   np.testing.assert_array_equal(alone.sequences[0], fast.sequences[3])
+
+
+@pytest.mark.parametrize('drafter', [
+    DrafterConfig(min_confidence=0.3), DrafterConfig('copying'), DrafterConfig('mixed'),
+    DrafterConfig('mixed', min_confidence=0.5), DrafterConfig('cascade'), DrafterConfig('ngram'),
+    DrafterConfig('cascade', cascade='ngram', cascade_gamma=1),
+], ids=str)
+def test_the_drafter_does_not_change_greedy_outputs(demo, held_out, drafter):
+  inputs = held_out[2:14:2]
+  ids = [[*demo.vocabulary.encode('Open the file and click OK.'), demo.vocabulary.eos_id]]
+  table = jax.tree.map(jnp.asarray, ngram.build(ids, demo.vocabulary.size, 2))
+  pair = dataclasses.replace(demo, drafter=drafter, ngram_table=table)
+  plain = demo.plain(inputs, max_length=32)
+  fast = pair.predict(inputs, max_length=32, gamma=3)
+  np.testing.assert_array_equal(plain.sequences, fast.sequences)
+  assert np.sum(fast.statistics.drafted) > 0
 
 
 def test_prompts_begin_the_outputs(demo, held_out):
@@ -92,7 +111,7 @@ def test_several_decodes_and_seeds():
 def test_what_cannot_work_is_refused():
   with pytest.raises(UserError, match='vocab_size: expected at least'):
     pair_lib.Pair(model(8, 0), None, Bytes(), gamma=0)
-  with pytest.raises(UserError, match='draft: expected a model for gamma 2'):
+  with pytest.raises(UserError, match='draft: expected a model for the drafter'):
     pair_lib.Pair(model(10, 0), None, Bytes(), gamma=2)
   pair = pair_lib.Pair(model(10, 0), None, Bytes(), gamma=0)
   with pytest.raises(UserError, match='gamma: expected at least 0, found -1'):

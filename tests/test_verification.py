@@ -22,9 +22,12 @@ def random_laws(rng, *shape):
 
 
 class Models:
-  """`cases` random targets and drafts: laws of every prefix of up to `gamma` tokens."""
+  """`cases` random targets and drafts: laws of every prefix of up to `gamma` tokens.
 
-  def __init__(self, seed, cases, vocab, gamma):
+  With `stops`, drafting ends early at some prefixes: q is zero there and behind.
+  """
+
+  def __init__(self, seed, cases, vocab, gamma, stops=False):
     rng = np.random.default_rng(seed)
     self.cases, self.vocab, self.gamma = cases, vocab, gamma
     self.p = [random_laws(rng, cases, vocab**n, vocab) for n in range(gamma + 1)]
@@ -33,6 +36,11 @@ class Models:
     for p, q in zip(self.p, self.q, strict=False):
       same = rng.random(q.shape[:2]) < 0.2
       q[same] = p[same]
+    has_stopped = np.zeros((cases, 1), bool)
+    for q in self.q if stops else []:
+      has_stopped |= rng.random(q.shape[:2]) < 0.3
+      q[has_stopped] = 0
+      has_stopped = np.repeat(has_stopped, vocab, axis=1)
 
   def along(self, laws, drafts):
     """Laws `[cases, len(laws), V]` after each prefix of `drafts`."""
@@ -44,15 +52,19 @@ class Models:
 
 def token_wise_thresholds(p, q, drafts):
   """Probability that each draft is accepted when those before it are; float64 `[cases, gamma]`."""
-  ratios = [p[:, i, x] / np.maximum(q[:, i, x], 1e-300) for i, x in enumerate(drafts)]
-  return np.minimum(1, np.stack(ratios, axis=1))
+  return np.minimum(1, np.stack([ratio(p[:, i, x], q[:, i, x]) for i, x in enumerate(drafts)], 1))
+
+
+def ratio(p, q):
+  """p / q; 0 where nothing was drafted."""
+  return np.where(q > 0, p / np.maximum(q, 1e-300), 0)
 
 
 def block_thresholds(p, q, drafts):
   """h of arXiv 2403.10444; float64 `[cases, gamma]`."""
   kept, found = np.ones(len(p)), []
   for i, x in enumerate(drafts):
-    kept = np.minimum(1, kept * p[:, i, x] / np.maximum(q[:, i, x], 1e-300))
+    kept = np.minimum(1, kept * ratio(p[:, i, x], q[:, i, x]))
     if i + 1 == len(drafts):
       found.append(kept)
     else:
@@ -84,7 +96,9 @@ def enumerate_rule(models, rule, thresholds):
   expected = np.zeros(cases)
   for drafts in itertools.product(range(vocab), repeat=gamma):
     p, q = models.along(models.p, drafts), models.along(models.q, drafts)
-    drawn = np.prod([q[:, i, x] for i, x in enumerate(drafts)], axis=0)
+    # Where nothing is drafted the token, here 0, says nothing.
+    drawn = np.prod([
+        np.where(q[:, i].any(1), q[:, i, x], x == 0) for i, x in enumerate(drafts)], axis=0)
     limits = thresholds(p, q, drafts)
     for below in itertools.product([True, False], repeat=gamma):
       weight = drawn * np.prod(np.where(below, limits, 1 - limits), axis=1)
@@ -122,9 +136,10 @@ SIZES = [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 2), (2, 3), (3, 3)]
 CASES = 400
 
 
+@pytest.mark.parametrize('stops', [False, True])
 @pytest.mark.parametrize('vocab, gamma', SIZES)
-def test_both_rules_have_the_target_law_and_a_block_accepts_no_fewer(vocab, gamma):
-  models = Models(vocab * 10 + gamma, CASES, vocab, gamma)
+def test_both_rules_have_the_target_law_and_a_block_accepts_no_fewer(vocab, gamma, stops):
+  models = Models(vocab * 10 + gamma, CASES, vocab, gamma, stops)
   accepted = {}
   for name, (rule, thresholds) in RULES.items():
     law, accepted[name] = enumerate_rule(models, rule, thresholds)
@@ -161,7 +176,14 @@ def broken_rules():
         draft_tokens, q, p, jnp.where(jnp.arange(gamma) < accepted[:, None], 0.0, 1.0))[1]
     return accepted, law
 
+  def accepts_what_was_not_drafted(draft_tokens, q, p, uniforms):
+    at = lambda law: jnp.take_along_axis(law, draft_tokens[..., None], -1)[..., 0]
+    accepted = verification.leading_count(uniforms * at(q) < at(p[:, :-1]))
+    pick = lambda law: verification.at_position(law, accepted)
+    return accepted, verification.residual(pick(p), pick(verification.pad_q(q)))
+
   return {
+      'not_drafted': (accepts_what_was_not_drafted, token_wise_thresholds),
       'no_residual': (no_residual, token_wise_thresholds),
       'inclusive': (inclusive, token_wise_thresholds),
       'residual_of_one_token': (block_with_the_residual_of_one_token, block_thresholds),
@@ -171,7 +193,7 @@ def broken_rules():
 
 @pytest.mark.parametrize('name', broken_rules())
 def test_the_enumeration_detects(name):
-  models = Models(7, 50, 3, 2)
+  models = Models(7, 50, 3, 2, stops=name == 'not_drafted')
   law, _ = enumerate_rule(models, *broken_rules()[name])
   assert np.abs(law - target_law(models)).max() > 1e-2
 

@@ -229,10 +229,9 @@ def _steps(
 
 def _loop(pair: Pair, gamma: int, example: Example) -> tuple[Callable[[], jax.Array], int]:
   """A function that decodes `example` greedily from encoded inputs, and the rounds it takes."""
-  params = {'target': pair.target.params, 'draft': pair.draft.params}
   start = functools.partial(pair.start, max_length=example.max_length, gamma=gamma)
-  caches = jax.jit(start)(params, jnp.asarray(example.tokens))
+  caches = jax.jit(start)(pair.params, jnp.asarray(example.tokens))
   decoder_inputs = jnp.zeros((1, example.max_length), jnp.int32)
   decode = jax.jit(functools.partial(pair.decode_from, gamma=gamma, rule=SamplingRule(0.0)))
-  run = lambda: decode(caches, params, decoder_inputs)
+  run = lambda: decode(caches, pair.params, decoder_inputs)
   return run, int(run().statistics.rounds[0, 0])

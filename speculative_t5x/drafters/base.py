@@ -1,50 +1,33 @@
 """What a drafter is."""
 
-from typing import Any, NamedTuple, Protocol
+import abc
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from speculative_t5x import sampling
-from speculative_t5x.errors import UserError
+from speculative_t5x.rounds import Proposal
 from speculative_t5x.step import force_distribution, force_tokens
 
-# The drafters that can be named in gin: a smaller model, copying from the context, an n-gram table.
-DRAFTERS = ('model', 'copying', 'ngram')
 
-
-def check_drafter(name: str) -> None:
-  """Refuses a name that is not one of `DRAFTERS`.
-
-  Raises:
-    UserError: it is not.
-  """
-  if name not in DRAFTERS:
-    raise UserError(f'drafter: expected one of {", ".join(DRAFTERS)}, found {name}')
-
-
-class Proposal(NamedTuple):
-  """Drafts of one round.
-
-  Attributes:
-    tokens: int32 `[B, gamma]`.
-    probabilities: float32 `[B, gamma, V]`, the law that each token was drawn from; None when the
-      sampling rule is greedy, where the token says it all.
-    state: the drafter's state after drafting. Rolling back needs no call: what a drafter keeps is
-      addressed by position, and later drafts overwrite it.
-  """
-
-  tokens: jax.Array
-  probabilities: jax.Array | None
-  state: Any
-
-
-class Drafter(Protocol):
+class Drafter(abc.ABC):
   """Guesses the next gamma tokens of every row."""
 
+  def num_uniforms(self, gamma: int) -> int:
+    """How many uniforms a row needs for `gamma` drafts."""
+    return gamma
+
+  @property
+  @abc.abstractmethod
+  def is_deterministic(self) -> bool:
+    """Whether drafts do not depend on the uniforms; known before compilation."""
+    ...
+
+  @abc.abstractmethod
   def propose(
       self, state: Any, sequences: jax.Array, positions: jax.Array, forced: jax.Array,
-      uniforms: jax.Array,
+      uniforms: jax.Array, active: jax.Array,
   ) -> Proposal:
     """Drafts one round.
 
@@ -55,7 +38,8 @@ class Drafter(Protocol):
       positions: int32 `[B]`, index of the last token that is known in each row.
       forced: int32 `[B, gamma]`, prompt tokens at the drafted places, 0 where there is none. A
         forced token is proposed with probability 1.
-      uniforms: float32 `[B, gamma]` in [0, 1), one for each draft.
+      uniforms: float32 `[B, num_uniforms(gamma)]` in [0, 1).
+      active: bool `[B]`, rows that have not ended; drafts of the others do not matter.
 
     Returns:
       The proposal.

@@ -5,16 +5,17 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from speculative_t5x.drafters.base import Proposal
+from speculative_t5x.drafters.base import Drafter
+from speculative_t5x.rounds import Proposal
 from speculative_t5x.step import force_tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class CopyingDrafter:
+class CopyingDrafter(Drafter):
   """Looks for the last tokens of each row earlier in its context, and proposes what came next.
 
   The context is the encoder's input followed by the output so far. The longest match wins, and of
-  equally long ones the latest. A row without a match proposes padding, which is refused. The drafts
+  equally long ones the latest. A row without a match has no drafts. The drafts
   are certain, so their law is one-hot (paper, section 3.6: cheap drafts).
 
   Attributes:
@@ -25,14 +26,20 @@ class CopyingDrafter:
   max_ngram: int = 4
   min_ngram: int = 1
 
+  @property
+  def is_deterministic(self) -> bool:
+    """A copy is certain."""
+    return True
+
   def propose(
       self, state: jax.Array, sequences: jax.Array, positions: jax.Array, forced: jax.Array,
-      uniforms: jax.Array,
+      uniforms: jax.Array, active: jax.Array,
   ) -> Proposal:
     """See `Drafter.propose`; `state` is the encoder's input, int32 `[B, S]`, padded with 0."""
-    del uniforms
-    tokens, _ = self.copy(state, sequences, positions, forced.shape[1])
-    return Proposal(force_tokens(tokens, forced), None, state)
+    del uniforms, active
+    gamma = forced.shape[1]
+    tokens, match = self.copy(state, sequences, positions, gamma)
+    return Proposal(force_tokens(tokens, forced), None, state, jnp.where(match > 0, gamma, 0))
 
   def copy(
       self, inputs: jax.Array, sequences: jax.Array, positions: jax.Array, gamma: int

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from speculative_t5x import sampling
-from speculative_t5x.drafters.base import Proposal, draw
+from speculative_t5x.drafters.base import Drafter, draw
+from speculative_t5x.rounds import Proposal
 from speculative_t5x.rows import read_rows
 
 # Of a context's hash. Contexts that share one share a row: q is what was sampled from all the same.
@@ -93,7 +94,7 @@ def law(table: NgramTable, context: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class NgramDrafter:
+class NgramDrafter(Drafter):
   """Drafts from an n-gram table (paper, section 3.6: cheap drafts).
 
   Attributes:
@@ -104,11 +105,17 @@ class NgramDrafter:
   table: NgramTable
   rule: sampling.SamplingRule
 
+  @property
+  def is_deterministic(self) -> bool:
+    """Greedy drafts need no randomness."""
+    return self.rule.is_greedy
+
   def propose(
       self, state: Any, sequences: jax.Array, positions: jax.Array, forced: jax.Array,
-      uniforms: jax.Array,
+      uniforms: jax.Array, active: jax.Array,
   ) -> Proposal:
     """See `Drafter.propose`; the table is all that is needed, so `state` is passed through."""
+    del active
     length = max(self.table.context_length, 1)
     # Places before the start token are no context.
     padded = jnp.pad(sequences, ((0, 0), (length, 0)), constant_values=-1)

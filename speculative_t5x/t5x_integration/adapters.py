@@ -13,7 +13,6 @@ from flax import linen as nn
 from t5x import models
 
 from speculative_t5x import decoding
-from speculative_t5x.drafters import ModelDrafter
 from speculative_t5x.errors import UserError
 from speculative_t5x.step import TokensToLogits
 from speculative_t5x.t5x_integration import multi_token
@@ -62,11 +61,6 @@ class DecodingModel:
   def expanded_cache(self, num_decodes: int) -> Any:
     """The cache, each row `num_decodes` times."""
     return expand_cache(self.cache, num_decodes, self.cache_offset)
-
-  def start(self, rule, first_positions, num_decodes, wrap):
-    """Drafts with this model; see `drafts.Draft.start`."""
-    step, cache = wrap(self.tokens_to_logits, self.expanded_cache(num_decodes))
-    return ModelDrafter(step, rule, first_positions), cache
 
 
 def expand_cache(cache: Any, num_decodes: int, cache_offset: int = 0) -> Any:

@@ -29,6 +29,8 @@ def speculative_decode(
     topk: int = 0,
     topp: float = 0.0,
     draft_temperature: float | None = None,
+    draft_topk: int | None = None,
+    draft_topp: float | None = None,
     verification: str | None = None,
     lenience: float = 1.0,
     initial_index: jax.Array | None = None,
@@ -51,13 +53,15 @@ def speculative_decode(
     num_decodes: independent outputs an example.
     decode_rng: a key; `PRNGKey(0)` when None.
     cache_offset: the axis of the batch in `cache`.
-    draft: what guesses, such as an `adapters.DecodingModel`; needed unless `gamma` is 0.
+    draft: what guesses; needed unless `gamma` is 0.
     gamma: drafts a round.
     temperature: 0 is greedy. A float, or a float array `[batch]`.
     topk: keep the k largest logits; 0 keeps all.
     topp: keep the smallest set of tokens with at least this mass; 0 keeps all.
     draft_temperature: of the drafts, a float; None is `temperature`. The law of what is emitted is
       the target's whatever it is.
+    draft_topk: likewise; None is `topk`.
+    draft_topp: likewise; None is `topp`.
     verification: 'block', 'token_wise', or None for the better one.
     lenience: in (0, 1]; below 1 is lossy, see `VerificationRule`.
     initial_index: int32 `[batch]`, where decoding starts when the caches are prefilled.
@@ -96,10 +100,9 @@ def speculative_decode(
   drafter, draft_state = None, None
   if gamma:
     draft_rule = rule
-    if draft_temperature is not None:
-      draft_rule = SamplingRule(draft_temperature, topk, topp)
-    elif jnp.ndim(temperature):
-      draft_rule = SamplingRule(rows(jnp.asarray(temperature)), topk, topp)
+    if jnp.ndim(temperature):
+      draft_rule = rule.override(temperature=rows(jnp.asarray(temperature)))
+    draft_rule = draft_rule.override(draft_temperature, draft_topk, draft_topp)
     drafter, draft_state = draft.start(draft_rule, first, num_decodes, ready)
   step, cache = ready(tokens_to_logits, expand_cache(cache, num_decodes, cache_offset))
   return decoding.speculative_decode(

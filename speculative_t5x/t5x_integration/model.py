@@ -17,7 +17,7 @@ from flax.linen import partitioning as flax_partitioning
 from t5x import models
 
 from speculative_t5x import decoding as core_decoding
-from speculative_t5x.drafters import check_drafter
+from speculative_t5x.drafters import DrafterConfig
 from speculative_t5x.drafters.ngram import NgramTable
 from speculative_t5x.errors import UserError
 from speculative_t5x.t5x_integration import adapters, decoding, drafts, partitioning, vocabularies
@@ -40,7 +40,7 @@ class SpeculativeModel(models.BaseTransformerModel):
       target: models.BaseTransformerModel,
       draft: models.BaseTransformerModel | None = None,
       gamma: int = 4,
-      drafter: str = 'model',
+      drafter: DrafterConfig = DrafterConfig(),  # noqa: B008 - frozen
       ngram_table: NgramTable | None = None,
       decode_fn: models.DecodeFnCallable = decoding.speculative_decode,
       default_decoder_params: models.DecoderParams | None = None,
@@ -52,26 +52,20 @@ class SpeculativeModel(models.BaseTransformerModel):
       target: a `t5x.models.EncoderDecoderModel` or `DecoderOnlyModel`.
       draft: likewise, of either kind; None with a drafter that is no model.
       gamma: drafts a round.
-      drafter: what guesses, one of `speculative_t5x.drafters.DRAFTERS`. Only 'model' has a draft:
-        with another one the model given here is dropped.
-      ngram_table: of the drafter 'ngram', see `tasks.ngram_table`.
+      drafter: what guesses. When it has no model, the one given here is dropped.
+      ngram_table: of a drafter that has one, see `tasks.ngram_table`.
       decode_fn: `speculative_decode`, or a decode function of T5X's.
       default_decoder_params: `num_decodes` and `return_all_decodes` when a call names none.
       draft_logical_axis_rules: how the draft is partitioned, see `partitioning`; None replicates
         it.
 
     Raises:
-      UserError: gamma is below 0, the drafter is unknown or lacks its model, or the vocabularies
-        differ.
+      UserError: gamma is below 0, the drafter lacks a part, or the vocabularies differ.
     """
     core_decoding.check_gamma(gamma)
-    check_drafter(drafter)
-    if drafter == 'ngram' and ngram_table is None:
-      raise UserError("ngram_table: expected one for the drafter 'ngram', found None")
-    if drafter != 'model':
+    drafter.check_parts(draft, ngram_table)
+    if not drafter.has_model:
       draft = None
-    elif draft is None:
-      raise UserError("draft: expected a model for the drafter 'model', found None")
     else:
       vocabularies.check_same(target.output_vocabulary, draft.output_vocabulary)
     super().__init__(
@@ -162,7 +156,7 @@ class SpeculativeModel(models.BaseTransformerModel):
         'num_decodes': num_decodes, 'vocab_size': self.output_vocabulary.vocab_size,
     }
     target = adapters.prepare(self.target, params['target'], prompt, **sizes)
-    draft = self._draft_of(params, prompt, **sizes) if gamma else None
+    draft = self._draft_of(params, prompt, sizes) if gamma else None
     decoder_params.setdefault('eos_id', self.output_vocabulary.eos_id or 1)
     result = self.decode_fn(
         inputs=prompt.decoder_inputs, cache=target.cache,
@@ -202,20 +196,18 @@ class SpeculativeModel(models.BaseTransformerModel):
   def _compute_logits(self, params, batch, dropout_rng=None, **kwargs):
     return self.target._compute_logits(params['target'], batch, dropout_rng, **kwargs)
 
-  def _draft_of(self, params, prompt, **sizes) -> drafts.Draft:
+  def _draft_of(self, params, prompt, sizes) -> drafts.Draft:
     """What the decode function drafts with."""
-    if self._drafter == 'copying':
-      inputs = prompt.inputs
-      if prompt.is_decoder_only:
-        # They stand in the decoded sequence itself.
-        inputs = inputs[:, :0]
-      return drafts.CopyingDraft(inputs)
-    if self._drafter == 'ngram':
-      return drafts.NgramDraft(self._ngram_table)
-    with self._draft_axis_rules():
-      draft = adapters.prepare(self.draft, params['draft'], prompt, **sizes)
-    return dataclasses.replace(
-        draft, tokens_to_logits=self._with_draft_axis_rules(draft.tokens_to_logits))
+    model = None
+    if self.draft is not None:
+      sizes = {**sizes, 'num_slots': sizes['num_slots'] + self._drafter.extra_slots}
+      with self._draft_axis_rules():
+        model = adapters.prepare(self.draft, params['draft'], prompt, **sizes)
+      model = dataclasses.replace(
+          model, tokens_to_logits=self._with_draft_axis_rules(model.tokens_to_logits))
+    # A decoder-only target's inputs stand in the decoded sequence itself.
+    inputs = prompt.inputs[:, :0] if prompt.is_decoder_only else prompt.inputs
+    return drafts.Draft(self._drafter, inputs, model, self._ngram_table)
 
   def _decode_target(self, params, batch, rng, **kwargs):
     """What the target alone decodes with T5X's own decode function."""

@@ -18,6 +18,7 @@ from t5x import train_state as train_state_lib
 from tensorflow.io import gfile
 
 from speculative_t5x import checkpoints, paths
+from speculative_t5x.drafters import DrafterConfig
 from speculative_t5x.errors import UserError
 
 SIDES = ('target', 'draft')
@@ -30,7 +31,7 @@ class PairRestoreCheckpointConfig(utils.RestoreCheckpointConfig):
   Attributes:
     target: where and how to restore the target; its `mode` may be 'specific' or 'latest'.
     draft: likewise; not needed when no model drafts.
-    drafter: what guesses, as `SpeculativeModel.drafter`; only 'model' has a checkpoint.
+    drafter: what guesses, as `SpeculativeModel.drafter`; some have no model to restore.
 
   Every other attribute is set here and left alone.
   """
@@ -39,7 +40,7 @@ class PairRestoreCheckpointConfig(utils.RestoreCheckpointConfig):
   mode: str = 'specific'
   target: utils.RestoreCheckpointConfig | None = None
   draft: utils.RestoreCheckpointConfig | None = None
-  drafter: str = 'model'
+  drafter: DrafterConfig = DrafterConfig()  # noqa: RUF009 - frozen
 
   def __post_init__(self):
     """Checks both sides; T5X asks `checkpoint_manager_cls` or `checkpointer_cls` for the state.
@@ -59,7 +60,7 @@ class PairRestoreCheckpointConfig(utils.RestoreCheckpointConfig):
   @property
   def sides(self) -> tuple[str, ...]:
     """The names of the models that are restored."""
-    return SIDES if self.drafter == 'model' else SIDES[:1]
+    return SIDES if self.drafter.has_model else SIDES[:1]
 
 
 def check_side(side: str, config: utils.RestoreCheckpointConfig | None) -> None:

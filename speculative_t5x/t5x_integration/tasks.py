@@ -87,7 +87,7 @@ def vocabulary(path: str, extra_ids: int = 0) -> seqio.Vocabulary:
 
 
 def ngram_table(path: str | None, vocabulary_path: str, extra_ids: int = 0) -> NgramTable | None:
-  """The table of the drafter 'ngram', from the macros that both commands share.
+  """The n-gram table of a drafter, from the macros that both commands share.
 
   Args:
     path: an `.npz` of `python -m speculative_t5x.ngram`; None when another drafter is used.

@@ -18,6 +18,7 @@ from jax.experimental import io_callback
 import toy
 from speculative_t5x import decoding as core_decoding
 from speculative_t5x import verification
+from speculative_t5x.drafters import DrafterConfig
 from speculative_t5x.errors import UserError
 
 # Submodules: this folder itself would pass for a package `t5x` without T5X.
@@ -29,6 +30,7 @@ scalable_network = pytest.importorskip('t5x.examples.scalable_t5.network', reaso
 
 from speculative_t5x.t5x_integration.adapters import DecodingModel  # noqa: E402 - imports T5X
 from speculative_t5x.t5x_integration.decoding import speculative_decode  # noqa: E402 - likewise
+from speculative_t5x.t5x_integration.drafts import Draft  # noqa: E402 - likewise
 from speculative_t5x.t5x_integration.model import SpeculativeModel  # noqa: E402 - likewise
 
 EOS = 1
@@ -68,10 +70,15 @@ def distracted(step):
   return draft
 
 
+def model_draft(step, cache):
+  """What drafts with a model of this step."""
+  return Draft(DrafterConfig(), jnp.zeros((1, 0), jnp.int32), DecodingModel(step, cache))
+
+
 def decode(step, inputs, *, gamma, draft=None, cache=None, **kwargs):
   """`speculative_decode` with a draft that differs from the target, unless one is given."""
   cache = {} if cache is None else cache
-  model = DecodingModel(draft or distracted(step), cache) if gamma else None
+  model = model_draft(draft or distracted(step), cache) if gamma else None
   return speculative_decode(
       jnp.asarray(inputs), cache, step, EOS, draft=model, gamma=gamma, **kwargs)
 
@@ -541,7 +548,7 @@ def test_values_out_of_range_are_refused(options, message):
 
 @pytest.mark.parametrize('gamma', [0, 1])
 def test_inputs_may_be_numpy_arrays(gamma):
-  draft = DecodingModel(toy_step(DRAFT), toy_cache(4, 9))
+  draft = model_draft(toy_step(DRAFT), toy_cache(4, 9))
   result = jax.eval_shape(lambda: speculative_decode(
       PROMPTS, toy_cache(4, 9), toy_step(TARGET), EOS, draft=draft, gamma=gamma,
       initial_index=np.array([3, 1, 0, 4])))

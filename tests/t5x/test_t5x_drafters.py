@@ -1,4 +1,4 @@
-"""Drafters that are no model, and the rules of verification, through T5X models."""
+"""Every drafter, and the rules of verification, through T5X models."""
 
 import functools
 
@@ -11,6 +11,7 @@ import seqio
 
 from speculative_t5x import ngram, vocabularies
 from speculative_t5x.demo import tasks as demo_tasks
+from speculative_t5x.drafters import DrafterConfig
 from speculative_t5x.errors import UserError
 
 # Submodules: this folder itself would pass for a package `t5x` without T5X.
@@ -56,33 +57,47 @@ def batch_of(kind):
           'decoder_target_tokens': blank}
 
 
+COPYING = DrafterConfig('copying')
 TABLE = ngram.build([[2, 3, 4, 1], [5, 4, 3, 1]], VOCAB, 3)
+DRAFTERS = {
+    'copying': {'drafter': COPYING},
+    'ngram': {'drafter': DrafterConfig('ngram'), 'ngram_table': TABLE},
+    'model': {'draft': 'encoder-decoder'},
+    'adaptive': {'drafter': DrafterConfig(min_confidence=0.2), 'draft': 'encoder-decoder'},
+    'mixed': {'drafter': DrafterConfig('mixed'), 'draft': 'encoder-decoder'},
+    'mixed language model': {'drafter': DrafterConfig('mixed'), 'draft': 'decoder-only'},
+    'cascade': {'drafter': DrafterConfig('cascade'), 'draft': 'decoder-only'},
+    'ngram cascade': {
+        'drafter': DrafterConfig('cascade', cascade='ngram', cascade_gamma=3),
+        'draft': 'encoder-decoder', 'ngram_table': TABLE},
+}
 GREEDY = {'temperature': 0.0, 'rescale_log_probs': False}
 
 
 def predict(kind, seed=1, **settings):
   """Outputs and auxiliary values of a model, every parameter scaled to make texts that vary."""
   decode = settings.pop('decode', {})
+  draft = settings.pop('draft', None)
   model = SpeculativeModel(
-      target_of(kind), decode_fn=settings.pop(
+      target_of(kind), draft and target_of(draft), decode_fn=settings.pop(
           'decode_fn', functools.partial(decoding.speculative_decode, **GREEDY, **decode)),
       **settings)
   batch = batch_of(kind)
   variables = model.get_initial_variables(
       jax.random.key(seed), {name: x.shape for name, x in batch.items()},
       dict.fromkeys(batch, jnp.int32))
-  assert set(variables['params']) == {'target'}
+  assert set(variables['params']) == {'target', *(['draft'] if draft else [])}
   params = jax.tree.map(lambda x: x * 1.5, flax.core.unfreeze(variables['params']))
   return jax.jit(
       functools.partial(model.predict_batch_with_aux, num_decodes=2))(params, batch)
 
 
 @pytest.mark.parametrize('kind', ['encoder-decoder', 'decoder-only'])
-@pytest.mark.parametrize('drafter', [{'drafter': 'copying'},
-                                     {'drafter': 'ngram', 'ngram_table': TABLE}])
-def test_outputs_without_a_draft_model_are_the_targets(kind, drafter):
+@pytest.mark.parametrize('name', DRAFTERS)
+def test_outputs_are_the_targets(kind, name):
+  drafter = DRAFTERS[name]
   expected, scores = predict(
-      kind, drafter='copying',
+      kind, drafter=COPYING,
       decode_fn=functools.partial(t5x_decoding.temperature_sample, topk=0, **GREEDY))
   found, aux = predict(kind, gamma=3, **drafter)
   np.testing.assert_array_equal(found, expected)
@@ -96,15 +111,26 @@ def test_outputs_without_a_draft_model_are_the_targets(kind, drafter):
 @pytest.mark.parametrize('kind, width', [('encoder-decoder', 8), ('decoder-only', 0)])
 def test_copying_reads_the_input(kind, width, monkeypatch):
   """The encoder's input; a prefix stands in the decoded sequence already."""
-  given, original = [], drafts.CopyingDraft
+  given, original = [], drafts.Draft
   monkeypatch.setattr(
-      drafts, 'CopyingDraft', lambda inputs: given.append(inputs.shape) or original(inputs))
-  predict(kind, drafter='copying', gamma=2)
+      drafts, 'Draft',
+      lambda config, inputs, *parts: given.append(inputs.shape) or original(config, inputs, *parts))
+  predict(kind, drafter=COPYING, gamma=2)
   assert given == [(BATCH, width)]
 
 
+@pytest.mark.parametrize('draft', ['encoder-decoder', 'decoder-only'])
+def test_confidence_decides_how_long_a_model_drafts(draft):
+  drafted = []
+  for min_confidence in (0.0, 0.2, 0.99):
+    _, aux = predict('encoder-decoder', draft=draft, gamma=5,
+                     drafter=DrafterConfig(min_confidence=min_confidence))
+    drafted.append(float(aux['statistics']['drafted'].sum() / aux['statistics']['rounds'].sum()))
+  assert drafted[0] >= drafted[1] > drafted[2] >= 0.9
+
+
 def test_lossy_outputs_say_so():
-  _, aux = predict('encoder-decoder', drafter='copying', gamma=2, decode={'lenience': 0.5})
+  _, aux = predict('encoder-decoder', drafter=COPYING, gamma=2, decode={'lenience': 0.5})
   np.testing.assert_array_equal(aux['lenience'], np.full(BATCH, 0.5, np.float32))
 
 
@@ -113,11 +139,11 @@ def test_settings_that_do_not_fit_are_named():
   with pytest.raises(UserError, match="draft: expected a model for the drafter 'model'"):
     SpeculativeModel(target)
   with pytest.raises(UserError, match="ngram_table: expected one for the drafter 'ngram'"):
-    SpeculativeModel(target, drafter='ngram')
-  with pytest.raises(UserError, match='drafter: expected one of'):
-    SpeculativeModel(target, drafter='guess')
+    SpeculativeModel(target, drafter=DrafterConfig('ngram'))
+  with pytest.raises(UserError, match="draft: expected a model for the drafter 'mixed'"):
+    SpeculativeModel(target, drafter=DrafterConfig('mixed'))
   with pytest.raises(UserError, match='verification: expected one of'):
-    predict('encoder-decoder', drafter='copying', decode={'verification': 'none'})
+    predict('encoder-decoder', drafter=COPYING, decode={'verification': 'none'})
   with pytest.raises(UserError, match='draft checkpoint: expected a RestoreCheckpointConfig'):
     PairRestoreCheckpointConfig(target=_config())
 
@@ -127,8 +153,10 @@ def _config():
 
 
 def test_only_a_model_has_a_checkpoint():
-  config = PairRestoreCheckpointConfig(target=_config(), drafter='copying')
+  config = PairRestoreCheckpointConfig(target=_config(), drafter=COPYING)
   assert config.sides == ('target',)
+  with pytest.raises(UserError, match='draft checkpoint: expected a RestoreCheckpointConfig'):
+    PairRestoreCheckpointConfig(target=_config(), drafter=DrafterConfig('cascade'))
 
 
 def test_tables_are_loaded_by_the_macros_of_both_commands(tmp_path):

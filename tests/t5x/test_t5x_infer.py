@@ -130,6 +130,7 @@ def outputs(tmp_path_factory, lines, scored):
       'aux': pair,
       'target': [*pair, BASELINE],
       'copying': [*pair, '--gin.DRAFTER="copying"', '--gin.DRAFT_CHECKPOINT_PATH=None'],
+      'mixed': [*pair, '--gin.DRAFTER="mixed"', '--gin.MIN_CONFIDENCE=0.3', '--gin.DRAFT_TOPK=5'],
       'predict': [*pair, '--gin.infer.mode="predict"'],
       'score': [
           '--gin_file=gin_configs/runs/score.gin', '--gin_file=gin_configs/models/demo.gin',
@@ -169,6 +170,15 @@ def test_outputs_are_those_of_the_command_without_t5x(outputs, without_t5x, line
     if expected['inputs']:
       assert found['aux']['scores'] == pytest.approx(expected['score'], abs=1e-3)
       assert found['aux']['statistics'] == expected['statistics']
+
+
+def test_the_drafter_does_not_change_the_outputs(outputs):
+  assert texts(outputs['mixed']) == texts(outputs['target'])
+  drafted = lambda name: sum(
+      sum(record['aux']['statistics']['drafted']) if isinstance(
+          record['aux']['statistics']['drafted'], list) else record['aux']['statistics']['drafted']
+      for record in outputs[name])
+  assert 0 < drafted('mixed') != drafted('aux')
 
 
 def test_copying_needs_no_draft(outputs):
