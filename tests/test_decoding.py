@@ -9,7 +9,7 @@ import pytest
 import scipy.stats
 
 import toy
-from speculative_t5x import analysis, decoding, sampling, verification
+from speculative_t5x import analysis, decoding, sampling, step, verification
 from speculative_t5x.drafters import ModelDrafter
 from speculative_t5x.errors import UserError
 from speculative_t5x.sampling import SamplingRule
@@ -207,6 +207,28 @@ def test_a_row_is_what_it_is_alone(temperature):
     np.testing.assert_allclose(together.scores[row], alone.scores[0], atol=1e-6)
     jax.tree.map(lambda a, b, row=row: np.testing.assert_array_equal(a[row], b[0]),
                  together.statistics, alone.statistics)
+
+
+@pytest.mark.parametrize('count', range(1, 8))
+def test_running_the_leading_tokens_is_running_all(count):
+  """What is needed is as in a whole call, and what is not is not relied upon."""
+  tokens = jnp.asarray(np.random.default_rng(0).integers(0, 4, (3, 7)), jnp.int32)
+  positions = jnp.asarray([0, 2, 5])
+  logits, cache = jax.jit(functools.partial(step.run_leading, TARGET))(
+      tokens, jnp.int32(count), positions, TARGET.cache(3, 16))
+  expected, full = TARGET(tokens, positions, TARGET.cache(3, 16))
+  np.testing.assert_array_equal(logits[:, :count], expected[:, :count])
+  for row, start in enumerate(np.asarray(positions)):
+    np.testing.assert_array_equal(cache[row, : start + count], full[row, : start + count])
+
+
+@pytest.mark.parametrize('count, width', [(1, 1), (2, 2), (3, 4), (4, 4), (5, 6), (6, 6), (7, 7)])
+def test_no_more_tokens_are_run_than_the_next_quarter(count, width):
+  tokens = jnp.ones((1, 7), jnp.int32)
+  logits, _ = step.run_leading(
+      lambda tokens, positions, cache: (jnp.ones((*tokens.shape, 4)), cache), tokens,
+      jnp.int32(count), jnp.zeros(1, jnp.int32), ())
+  assert int(logits[0, :, 0].sum()) == width
 
 
 def test_seeds():

@@ -307,7 +307,7 @@ def test_rows_that_have_ended_do_not_decide_how_long_to_draft():
       jnp.zeros((2, 4)), jnp.asarray(active)).lengths.tolist()
   assert lengths([True, False]) == [4, 4]
   assert lengths([False, True]) == [1, 1]
-  # (1 + .2) / 2, then (1 + .04) / 2, then below .504.
+  # (1 + .2) / 2, then (1 + .04) / 2, and so on above .5.
   assert lengths([True, True]) == [4, 4]
 
 

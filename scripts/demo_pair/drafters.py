@@ -19,6 +19,7 @@ from speculative_t5x import ngram
 from speculative_t5x.demo import measure, tasks
 from speculative_t5x.demo.__main__ import load_demo_pair
 from speculative_t5x.demo.results import StepTimes
+from speculative_t5x.drafters import DrafterConfig
 from speculative_t5x.verification import VerificationRule
 
 # Appendix of the paper, table 3: alpha at T = 0 and T = 1 on EnDe.
@@ -42,9 +43,17 @@ def main():
   parser.add_argument('--repeats', type=int, default=3)
   args = parser.parse_args()
   pair = load_demo_pair()
-  drafters = {'model': {}, 'copying': {'drafter': 'copying'}}
-  for name, table in ngram_tables(pair.vocabulary).items():
-    drafters[name] = {'drafter': 'ngram', 'ngram_table': table}
+  drafters = {
+      'model': {}, 'confident model': {'drafter': DrafterConfig(min_confidence=0.2)},
+      'copying': {'drafter': DrafterConfig('copying')},
+      'mixed': {'drafter': DrafterConfig('mixed')},
+      'cascade': {'drafter': DrafterConfig('cascade')},
+  }
+  tables = ngram_tables(pair.vocabulary)
+  for name, table in tables.items():
+    drafters[name] = {'drafter': DrafterConfig('ngram'), 'ngram_table': table}
+  drafters['bigram cascade'] = {
+      'drafter': DrafterConfig('cascade', cascade='ngram'), 'ngram_table': tables['bigram']}
   settings = [(0.0, None), (1.0, 'token_wise'), (1.0, 'block')]
   examples = {
       task: [measure.encode(pair, *text) for text in tasks.spread(tasks.examples(

@@ -45,12 +45,9 @@ class MixedDrafter(Drafter):
     needs_model = active & ~has_match
     # After a copy up to gamma + 1 tokens are new to the model.
     logits, model_state = self.model.ingest(model_state, sequences, positions, gamma + 2)
-    drafted = lambda state: self.model.draft(
-        state, logits, positions, forced, uniforms, needs_model)
-    nothing = lambda state: jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(drafted, state)
-    )._replace(state=state)
-    proposal = jax.lax.cond(jnp.any(needs_model), drafted, nothing, model_state)
+    limit = jnp.where(jnp.any(needs_model), gamma, 1)
+    proposal = self.model.draft(
+        model_state, logits, positions, forced, uniforms, needs_model, limit)
 
     tokens = jnp.where(has_match[:, None], force_tokens(copied, forced), proposal.tokens)
     q = proposal.probabilities

@@ -19,9 +19,9 @@ class ModelDrafter(Drafter):
   """Drafts with a model, one token after the other.
 
   With `min_confidence` above 0 a round drafts fewer than gamma tokens when the rest is unlikely to
-  be accepted: it stops when, on average over the rows, the product of the model's highest
-  probabilities at the places drafted so far falls below it. The place to stop at depends on tokens
-  drafted before it alone, so that outputs stay exact.
+  be accepted: it stops behind the place where, on average over the rows, the product of the model's
+  highest probabilities from the first place on falls below it. Whether a place is drafted depends
+  on the tokens before it alone, so that outputs stay exact.
 
   Attributes:
     tokens_to_logits: the draft model's decode step; its cache is the drafter's state.
@@ -74,7 +74,7 @@ class ModelDrafter(Drafter):
 
   def draft(
       self, state: Any, logits: jax.Array, positions: jax.Array, forced: jax.Array,
-      uniforms: jax.Array, active: jax.Array,
+      uniforms: jax.Array, active: jax.Array, limit: jax.Array | None = None,
   ) -> Proposal:
     """Drafts behind what was ingested.
 
@@ -85,6 +85,7 @@ class ModelDrafter(Drafter):
       forced: likewise.
       uniforms: likewise.
       active: likewise.
+      limit: int32 scalar of at least 1, drafts at most; None is gamma. What lies behind is 0.
 
     Returns:
       The proposal.
@@ -109,10 +110,11 @@ class ModelDrafter(Drafter):
 
     def goes_on(carry):
       place, confidence = carry[0], carry[-1]
+      is_within = place < (gamma if limit is None else limit)
       if not self.min_confidence:
-        return place < gamma
-      wanted = jnp.sum(jnp.where(active, confidence - self.min_confidence, 0.0)) >= 0
-      return (place < gamma) & wanted
+        return is_within
+      is_sure = jnp.sum(jnp.where(active, confidence - self.min_confidence, 0.0)) >= 0
+      return is_within & is_sure
 
     start = (jnp.int32(1), state, tokens, q, self._confidence(logits, law, forced_at[0]))
     count, state, tokens, q, _ = jax.lax.while_loop(goes_on, body, start)
