@@ -7,9 +7,16 @@ reading weights; on a CPU or with a large batch it does not, and v has to be mea
 
 Every formula assumes that drafts are accepted independently with one probability. Arrays of alpha
 are taken as well as numbers. Nothing here needs JAX.
+
+    python -m speculative_t5x.analysis --plots DIR
+
+draws the paper's figures 2 to 5.
 """
 
-from collections.abc import Callable
+import argparse
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -151,3 +158,26 @@ def _at_least_zero(name: str, value: float) -> None:
   """Refuses a negative cost."""
   if not value >= 0:
     raise UserError(f'{name}: expected at least 0, found {value}')
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Draws the paper's figures; returns the exit code."""
+  # Plots build upon this module.
+  from speculative_t5x import plots
+
+  parser = argparse.ArgumentParser(
+      prog='python -m speculative_t5x.analysis', description=__doc__.splitlines()[0])
+  parser.add_argument('--plots', required=True, type=pathlib.Path, help='folder of the PNG files')
+  folder = parser.parse_args(arguments).plots
+  try:
+    for path in plots.draw_all(folder):
+      print(path)
+  except OSError as error:
+    print(f'error: plots: expected a folder to write to, found {folder} ({error.strerror})',
+          file=sys.stderr)
+    return 2
+  return 0
+
+
+if __name__ == '__main__':
+  sys.exit(main())

@@ -7,7 +7,6 @@ Writes one record an input to `out/inferences.jsonl`. An interrupted run continu
 """
 
 import argparse
-import ast
 import itertools
 import sys
 import time
@@ -18,8 +17,8 @@ import gin
 import numpy as np
 from tqdm import tqdm
 
+from speculative_t5x import gin_command, run_output
 from speculative_t5x import inputs as inputs_lib
-from speculative_t5x import paths, run_output
 from speculative_t5x.errors import UserError
 from speculative_t5x.pair import Pair, load_pair
 
@@ -28,60 +27,17 @@ LOG_SECONDS = 10
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-  """Reads the command line; `--gin.NAME=value` arguments become `bindings`."""
+  """Reads the command line; see `gin_command.parse`."""
   parser = argparse.ArgumentParser(
       prog='python -m speculative_t5x.infer', description=__doc__.splitlines()[0],
-      epilog='Any gin macro or parameter: --gin.GAMMA=7, --gin.TEMPERATURE=0.0, …',
       allow_abbrev=False,
   )
-  parser.add_argument('--gin_file', action='append', default=[], help='may be given repeatedly')
-  parser.add_argument('--gin_search_paths', default='.', help='comma-separated folders')
   parser.add_argument('--input', help='text file, .jsonl file, or - for standard input')
   parser.add_argument('--output_dir', help='same as --gin.INFER_OUTPUT_DIR')
-  args, rest = parser.parse_known_args(arguments)
-  args.bindings = []
-  for argument in rest:
-    name, equals, value = argument.removeprefix('--gin.').partition('=')
-    if not argument.startswith('--gin.') or not equals:
-      raise UserError(f'argument: expected a known one or --gin.NAME=value, found {argument}')
-    args.bindings.append(f'{name} = {value}')
+  args = gin_command.parse(parser, arguments)
   if args.output_dir is not None:
     args.bindings.append(f'INFER_OUTPUT_DIR = {args.output_dir!r}')
   return args
-
-
-def configure(args: argparse.Namespace) -> None:
-  """Parses gin files and bindings; files are looked for in the search paths and the package.
-
-  Raises:
-    UserError: a file is missing or gin refuses a line.
-  """
-  if not args.gin_file:
-    raise UserError('--gin_file: expected at least one file, found none')
-  gin.clear_config()
-  for folder in [*args.gin_search_paths.split(','), str(paths.PACKAGES)]:
-    gin.add_config_file_search_path(folder)
-  try:
-    gin.parse_config_files_and_bindings(args.gin_file, _quote_words(args.bindings))
-  except Exception as error:
-    # gin raises what the bound function or Python's parser raised, with lines of its own.
-    message = ' '.join(str(error).split())
-    raise UserError(f'gin: {message}') from error
-
-
-def _quote_words(bindings: list[str]) -> list[str]:
-  """Quotes values that are no gin values: shells eat quotes, as in `--gin.CHECKPOINT_PATH=/a/b`."""
-  quoted = []
-  for binding in bindings:
-    name, _, value = binding.partition(' = ')
-    # References and containers are left to gin, which says what is wrong with them.
-    if not value.startswith(('@', '%', '(', '[', '{')):
-      try:
-        ast.literal_eval(value)
-      except (SyntaxError, ValueError):
-        value = repr(value)
-    quoted.append(f'{name} = {value}')
-  return quoted
 
 
 @gin.configurable
@@ -241,16 +197,14 @@ def empty_result(pair: Pair) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Runs the command; returns the exit code, 2 after one line on standard error if refused."""
-  try:
+  """Runs the command; returns the exit code."""
+  def command():
     args = parse(arguments)
-    configure(args)
+    gin_command.configure(args)
     # Inputs that could not be read are recorded, and told by the exit code.
     return 1 if infer(args.input) else 0
-  except UserError as error:
-    # gin adds a line for every configurable on the way.
-    print(f'error: {str(error).splitlines()[0]}', file=sys.stderr)
-    return 2
+
+  return gin_command.run(command)
 
 
 if __name__ == '__main__':

@@ -17,7 +17,7 @@ import jax
 from rich.console import Console
 from rich.progress import Progress
 
-from speculative_t5x import infer
+from speculative_t5x import gin_command, infer
 from speculative_t5x.demo import measure, render, report, tasks
 from speculative_t5x.errors import UserError
 from speculative_t5x.pair import Pair, load_pair
@@ -67,7 +67,7 @@ def load_demo_pair() -> Pair:
   Raises:
     UserError: an asset is missing or damaged.
   """
-  infer.configure(infer.parse([
+  gin_command.configure(infer.parse([
       '--gin_file=gin_configs/models/demo.gin',
       '--gin_file=gin_configs/models/pair_standalone.gin',
   ]))

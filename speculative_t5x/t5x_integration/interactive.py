@@ -17,7 +17,7 @@ from t5x import interactive_model, partitioning, utils
 from speculative_t5x.errors import UserError
 from speculative_t5x.t5x_integration import tasks
 from speculative_t5x.t5x_integration.model import SpeculativeModel
-from speculative_t5x.t5x_integration.restore import PairRestoreCheckpointConfig
+from speculative_t5x.t5x_integration.restore import PairRestoreCheckpointConfig, restore
 
 Example = str | dict[str, str]
 
@@ -78,15 +78,8 @@ class InteractiveModel:
     config = PairRestoreCheckpointConfig(
         target=side(path=checkpoint_path), draft=side(path=draft_checkpoint_path))
     element_spec = self._model_dataset(['']).element_spec
-    initializer = utils.TrainStateInitializer(
-        optimizer_def=None, init_fn=model.get_initial_variables,
-        input_shapes={name: (batch_size, *spec.shape) for name, spec in element_spec.items()},
-        input_types={name: spec.dtype.as_numpy_dtype for name, spec in element_spec.items()},
-        partitioner=self._partitioner,
-    )
-    self.train_state, _ = utils.create_checkpoint_manager_and_restore(
-        initializer, self._partitioner, config, config.path, None, use_orbax=use_orbax)
-    self._axes = initializer.train_state_axes
+    self.train_state, self._axes = restore(
+        model, config, element_spec, batch_size, self._partitioner, use_orbax)
     # A method is compiled once for the same keyword arguments.
     self._infer_fn = functools.cache(self._compile)
 

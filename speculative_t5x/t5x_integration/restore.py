@@ -8,12 +8,12 @@ Each checkpoint may be a native T5X one or Orbax's.
 import copy
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from flax import core as flax_core
-from t5x import partitioning, utils
+from t5x import models, partitioning, utils
 from t5x import train_state as train_state_lib
 from tensorflow.io import gfile
 
@@ -61,6 +61,35 @@ class PairRestoreCheckpointConfig(utils.RestoreCheckpointConfig):
   def sides(self) -> tuple[str, ...]:
     """The names of the models that are restored."""
     return SIDES if self.drafter.has_model else SIDES[:1]
+
+
+def restore(
+    model: models.BaseTransformerModel, config: PairRestoreCheckpointConfig,
+    element_spec: Mapping[str, Any], batch_size: int, partitioner: partitioning.BasePartitioner,
+    use_orbax: bool,
+) -> tuple[Any, Any]:
+  """Restores a pair outside T5X's own commands.
+
+  Args:
+    model: a `SpeculativeModel`.
+    config: where from.
+    element_spec: shape and dtype of the features of one example.
+    batch_size: examples in one program run.
+    partitioner: of the mesh.
+    use_orbax: whether T5X's Orbax manager reads, which reads native checkpoints too.
+
+  Returns:
+    The train state, and its axes.
+  """
+  initializer = utils.TrainStateInitializer(
+      optimizer_def=None, init_fn=model.get_initial_variables,
+      input_shapes={name: (batch_size, *spec.shape) for name, spec in element_spec.items()},
+      input_types={name: spec.dtype.as_numpy_dtype for name, spec in element_spec.items()},
+      partitioner=partitioner,
+  )
+  train_state, _ = utils.create_checkpoint_manager_and_restore(
+      initializer, partitioner, config, config.path, None, use_orbax=use_orbax)
+  return train_state, initializer.train_state_axes
 
 
 def check_side(side: str, config: utils.RestoreCheckpointConfig | None) -> None:

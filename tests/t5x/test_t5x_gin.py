@@ -358,11 +358,11 @@ def test_every_pair_without_t5x(tmp_path, of_ours, of_t5x):
 import dataclasses, json, sys
 sys.modules['t5x'] = None
 import gin
-from speculative_t5x import infer
+from speculative_t5x import gin_command, infer
 
 found = {}
 for name in json.loads(sys.argv[1]):
-  infer.configure(infer.parse([
+  gin_command.configure(infer.parse([
       f'--gin_file=gin_configs/models/{name}.gin',
       '--gin_file=gin_configs/runs/infer_standalone.gin', '--output_dir=out',
       '--gin.CHECKPOINT_PATH=a', '--gin.DRAFT_CHECKPOINT_PATH=b',
