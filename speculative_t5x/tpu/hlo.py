@@ -1,0 +1,193 @@
+"""Reads compiled modules: traffic to the chip's memory, and collectives.
+
+XLA's own count of bytes has weights that are prefetched into the chip twice. Here every instruction
+counts what it reads from and writes to memory: operands and results whose layout does not say
+`S(1)`, on-chip memory.
+"""
+
+import re
+from collections import Counter
+from typing import NamedTuple
+
+BITS = {
+    'pred': 8, 's4': 4, 'u4': 4, 's8': 8, 'u8': 8, 's16': 16, 'u16': 16, 'bf16': 16, 'f16': 16,
+    's32': 32, 'u32': 32, 'f32': 32, 's64': 64, 'u64': 64, 'f64': 64,
+}
+COLLECTIVES = (
+    'all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', 'collective-permute',
+    'ragged-all-to-all', 'collective-broadcast',
+)
+# What moves nothing itself: names, parts of tuples, control flow.
+SILENT = {
+    'parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'while', 'conditional',
+    'call', 'after-all', 'partition-id', 'replica-id', 'iota', 'opt-barrier', 'domain',
+}
+
+_ARRAY = re.compile(r'(\w+)\[([\d,]*)\](\{[^}]*\})?')
+_INSTRUCTION = re.compile(r'^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$')
+
+
+class Instruction(NamedTuple):
+  """One instruction.
+
+  Attributes:
+    name: its own.
+    type: of its result, as the module prints it.
+    opcode: what it does.
+    operands: names.
+    text: the rest of its line.
+  """
+
+  name: str
+  type: str
+  opcode: str
+  operands: list[str]
+  text: str
+
+
+def computations(module: str) -> tuple[dict[str, list[Instruction]], str]:
+  """The computations of a module by name, and the entry's name.
+
+  Args:
+    module: `Compiled.as_text()`.
+
+  Returns:
+    Both.
+  """
+  found, entry, current = {}, '', None
+  for line in module.splitlines():
+    if line.endswith('{') and not line.startswith((' ', 'HloModule')):
+      name = line.removeprefix('ENTRY ').split(' ', 1)[0].lstrip('%')
+      current = found.setdefault(name, [])
+      if line.startswith('ENTRY '):
+        entry = name
+    elif line.startswith('}'):
+      current = None
+    elif current is not None and (match := _INSTRUCTION.match(line)):
+      current.append(_instruction(*match.groups()))
+  return found, entry
+
+
+def _instruction(name, rest):
+  """Splits `type opcode(operands), attributes`."""
+  kind, rest = _split_type(rest)
+  opcode, _, rest = rest.partition('(')
+  depth, end = 1, len(rest)
+  for place, letter in enumerate(rest):
+    depth += (letter in '([{') - (letter in ')]}')
+    if not depth:
+      end = place
+      break
+  operands = re.findall(r'%([\w.\-]+)', rest[:end])
+  return Instruction(name, kind, opcode.strip(), operands, rest[end:])
+
+
+def _split_type(rest):
+  """A type, which may be a tuple's, and what stands behind it."""
+  if not rest.startswith('('):
+    kind, _, rest = rest.partition(' ')
+    return kind, rest
+  depth = 0
+  for place, letter in enumerate(rest):
+    depth += (letter == '(') - (letter == ')')
+    if not depth:
+      return rest[: place + 1], rest[place + 1 :].lstrip()
+  return rest, ''
+
+
+def memory_bytes(kind: str) -> int:
+  """Bytes of the arrays of a type that lie in the chip's memory, without padding by tiles."""
+  return sum(size for size, on_chip in arrays(kind) if not on_chip)
+
+
+def arrays(kind: str) -> list[tuple[int, bool]]:
+  """Bytes of each array of a type, and whether it lies on chip."""
+  found = []
+  for dtype, shape, layout in _ARRAY.findall(kind):
+    if dtype not in BITS:
+      continue
+    count = 1
+    for size in shape.split(','):
+      count *= int(size or 1)
+    found.append((count * BITS[dtype] // 8, 'S(1)' in layout))
+  return found
+
+
+def traffic(module: str, computation: str | None = None) -> int:
+  """Bytes that one run of a computation moves to and from the chip's memory.
+
+  Loops inside it count once. An update in place counts as one reading of the whole.
+
+  Args:
+    module: `Compiled.as_text()`.
+    computation: which; None is the entry.
+
+  Returns:
+    Bytes on one chip.
+  """
+  every, entry = computations(module)
+  instructions = every[computation or entry]
+  types = {instruction.name: instruction.type for instruction in instructions}
+  total = 0
+  for instruction in instructions:
+    opcode = instruction.opcode
+    if opcode in SILENT or opcode.endswith('-done'):
+      continue
+    if opcode.endswith('slice-start'):
+      # Of the operand, only what arrives is read.
+      total += arrays(instruction.type)[1][0] if len(arrays(instruction.type)) > 1 else 0
+      continue
+    operands = [types.get(name, '') for name in instruction.operands]
+    total += sum(map(memory_bytes, operands))
+    if opcode.endswith('-start'):
+      # Its result is a tuple of destination, source and a token.
+      first = arrays(instruction.type)[:1]
+      total += sum(size for size, on_chip in first if not on_chip)
+    elif not (_updates_in_place(instruction) and instruction.type in operands):
+      total += memory_bytes(instruction.type)
+  return total
+
+
+def _updates_in_place(instruction: Instruction) -> bool:
+  """Whether the compiler says so, by the name it gives to fusions of such updates."""
+  return 'dynamic-update-slice' in instruction.opcode or 'dynamic-update-slice' in instruction.name
+
+
+def collectives(module: str) -> dict[str, Counter]:
+  """Collectives of each computation that has some, by kind.
+
+  Args:
+    module: `Compiled.as_text()`.
+
+  Returns:
+    Counts by computation and kind; a start and its end count once.
+  """
+  every, _ = computations(module)
+  found = {}
+  for name, instructions in every.items():
+    kinds = Counter(
+        instruction.opcode.removesuffix('-start') for instruction in instructions
+        if instruction.opcode.removesuffix('-start') in COLLECTIVES)
+    if kinds:
+      found[name] = kinds
+  return found
+
+
+def copies(module: str, least_bytes: int, computation: str | None = None) -> list[tuple[str, int]]:
+  """Layout changes and copies of large arrays within memory.
+
+  Args:
+    module: `Compiled.as_text()`.
+    least_bytes: of those reported.
+    computation: which; None is all.
+
+  Returns:
+    Type and bytes of each.
+  """
+  every, _ = computations(module)
+  chosen = every.values() if computation is None else [every[computation]]
+  return [
+      (instruction.type, memory_bytes(instruction.type))
+      for instructions in chosen for instruction in instructions
+      if instruction.opcode == 'copy' and memory_bytes(instruction.type) >= least_bytes
+  ]
