@@ -2,8 +2,8 @@
 
     python scripts/benchmark/widen.py target xl --dtype bfloat16 /data/target_xl/checkpoint_0
 
-The widened network says what the original does, at the costs of its size: real text and acceptance for
-measurements. Its gin file is that of the size, with the demo's vocabulary. See
+The widened network says what the original does, at the costs of its size: real text and acceptance
+for measurements. Its gin file is that of the size, with the demo's vocabulary. See
 `speculative_t5x.widening`.
 """
 

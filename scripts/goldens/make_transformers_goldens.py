@@ -1,14 +1,15 @@
-"""Makes `tests/goldens/transformers_t5.npz`: logits of HuggingFace transformers' own T5.
+"""Makes `tests/goldens`: models of HuggingFace transformers' own T5 family, and their logits.
 
-The tests read the file and need neither torch nor transformers. To make it again, in an
+The tests read the files and need neither torch nor transformers. To make it again, in an
 environment of its own (made with torch 2.13.0 on CPU; the file names the versions):
 
     pip install torch transformers numpy
     python scripts/goldens/make_transformers_goldens.py
 
-Two networks, each with a decoder deeper than its encoder and heads that do not fill the residual
-stream: T5 1.0 (relu, tied logits) and T5 1.1 (gated gelu, untied). Sequences are longer than 128
-tokens, so that every bucket of the relative positions is used, and some inputs are padded.
+`transformers_t5.npz` has two networks, each with a decoder deeper than its encoder and heads that
+do not fill the residual stream: T5 1.0 (relu, tied logits) and T5 1.1 (gated gelu, untied).
+Sequences are longer than 128 tokens, so that every bucket of the relative positions is used, and
+some inputs are padded.
 
 For each network NAME the file holds
     NAME/config                   JSON, keyword arguments of `T5Config`
@@ -16,6 +17,9 @@ For each network NAME the file holds
     NAME/decoder_input_tokens     int32 [B, M], begins with 0
     NAME/logits                   float32 [B, M, V]
     NAME/params/...               float32, by the names of our parameter tree
+
+`huggingface/NAME` is what `save_pretrained` writes for one network of every family, and one with
+unusual settings, with `golden.npz` beside it: the tokens and logits as above.
 """
 
 import argparse
@@ -26,7 +30,7 @@ import numpy as np
 import torch
 import transformers
 
-OUTPUT = pathlib.Path(__file__).parents[2] / 'tests' / 'goldens' / 'transformers_t5.npz'
+OUTPUT = pathlib.Path(__file__).parents[2] / 'tests' / 'goldens'
 
 SIZES = {
     'vocab_size': 32, 'emb_dim': 12, 'num_heads': 3, 'num_encoder_layers': 2,
@@ -41,6 +45,31 @@ NETWORKS = {
 ENCODER_LENGTHS = (140, 33, 1)
 DECODER_LENGTH = 136
 
+# Of the folders, in transformers' words.
+FAMILY_SIZES = {
+    'vocab_size': 32, 'd_model': 12, 'num_heads': 3, 'num_layers': 2, 'num_decoder_layers': 3,
+    'd_kv': 5, 'd_ff': 20, 'dropout_rate': 0.0, 'pad_token_id': 0, 'decoder_start_token_id': 0,
+}
+# Name -> (model type, choices).
+FAMILIES = {
+    't5_1_0': ('t5', {'feed_forward_proj': 'relu', 'tie_word_embeddings': True}),
+    't5_1_1': ('t5', {'feed_forward_proj': 'gated-gelu', 'tie_word_embeddings': False}),
+    'mt5': ('mt5', {'feed_forward_proj': 'gated-gelu', 'tie_word_embeddings': False}),
+    'umt5': ('umt5', {'feed_forward_proj': 'gated-gelu', 'tie_word_embeddings': False}),
+    'umt5_tied': ('umt5', {'feed_forward_proj': 'gated-gelu', 'tie_word_embeddings': True}),
+    'byt5': ('t5', {'feed_forward_proj': 'gated-gelu', 'tie_word_embeddings': False,
+                    'vocab_size': 384, 'num_layers': 3, 'num_decoder_layers': 1}),
+    'unusual': ('t5', {'feed_forward_proj': 'gated-silu', 'tie_word_embeddings': True,
+                       'scale_decoder_outputs': False, 'layer_norm_epsilon': 1e-2,
+                       'relative_attention_num_buckets': 16,
+                       'relative_attention_max_distance': 40}),
+}
+CLASSES = {
+    't5': (transformers.T5Config, transformers.T5ForConditionalGeneration),
+    'mt5': (transformers.MT5Config, transformers.MT5ForConditionalGeneration),
+    'umt5': (transformers.UMT5Config, transformers.UMT5ForConditionalGeneration),
+}
+
 
 def build(config: dict, feed_forward: str) -> transformers.T5ForConditionalGeneration:
   """A transformers T5 with the sizes of `config`, every parameter random."""
@@ -52,6 +81,12 @@ def build(config: dict, feed_forward: str) -> transformers.T5ForConditionalGener
       tie_word_embeddings=tied, dropout_rate=0.0, pad_token_id=0, decoder_start_token_id=0,
       attn_implementation='eager',
   )).eval()
+  randomize(model, tied)
+  return model
+
+
+def randomize(model: transformers.PreTrainedModel, tied: bool) -> None:
+  """Makes every parameter random, and gives untied logits a matrix of their own."""
   if not tied:
     # Some versions of transformers drop only the scale of tied logits, not the tie.
     model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
@@ -69,7 +104,6 @@ def build(config: dict, feed_forward: str) -> transformers.T5ForConditionalGener
       else:
         scale = parameter.shape[1] ** -0.5
         parameter.normal_(0.0, scale * (0.5 if name.endswith('.q.weight') else 1.0))
-  return model
 
 
 def convert(model: transformers.T5ForConditionalGeneration, config: dict) -> dict[str, np.ndarray]:
@@ -135,18 +169,69 @@ def golden(seed: int, config: dict, feed_forward: str) -> dict[str, np.ndarray]:
   }
 
 
+def build_family(name: str) -> transformers.PreTrainedModel:
+  """The network NAME of `FAMILIES`."""
+  torch.manual_seed(list(FAMILIES).index(name))
+  model_type, choices = FAMILIES[name]
+  config_class, model_class = CLASSES[model_type]
+  config = config_class(**FAMILY_SIZES | choices, attn_implementation='eager')
+  if 'scale_decoder_outputs' in choices:
+    config.scale_decoder_outputs = choices['scale_decoder_outputs']
+  model = model_class(config).eval()
+  randomize(model, choices['tie_word_embeddings'])
+  return model
+
+
+def batch_for(
+    config: transformers.PreTrainedConfig, random: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+  """Encoder tokens, some rows padded with 0, and decoder tokens behind a 0, int32."""
+  length = max(ENCODER_LENGTHS)
+  inputs = random.integers(1, config.vocab_size, (2, length))
+  inputs[1, ENCODER_LENGTHS[1]:] = 0
+  length = min(DECODER_LENGTH, 6000 // config.vocab_size)  # Many ids make many logits.
+  tokens = random.integers(1, config.vocab_size, (2, length))
+  tokens[:, 0] = 0
+  return inputs.astype(np.int32), tokens.astype(np.int32)
+
+
+def logits_of(
+    model: transformers.PreTrainedModel, inputs: np.ndarray, tokens: np.ndarray
+) -> np.ndarray:
+  """float32 `[B, M, V]` of encoder tokens `[B, S]` and decoder tokens `[B, M]`."""
+  with torch.no_grad():
+    return model(
+        input_ids=torch.tensor(inputs).long(), attention_mask=torch.tensor(inputs != 0).long(),
+        decoder_input_ids=torch.tensor(tokens).long(), use_cache=False,
+    ).logits.numpy().astype(np.float32)
+
+
+def write_family(name: str, folder: pathlib.Path) -> None:
+  """Writes `huggingface/NAME`."""
+  model = build_family(name)
+  model.save_pretrained(folder)
+  inputs, tokens = batch_for(model.config, np.random.default_rng(0))
+  np.savez_compressed(
+      folder / 'golden.npz', encoder_input_tokens=inputs, decoder_input_tokens=tokens,
+      logits=logits_of(model, inputs, tokens),
+  )
+
+
 def main():
-  """Writes the file."""
+  """Writes the files."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('--output', type=pathlib.Path, default=OUTPUT)
-  output = parser.parse_args().output
+  parser.add_argument('--output', type=pathlib.Path, default=OUTPUT, help='folder')
+  folder = parser.parse_args().output
+  folder.mkdir(parents=True, exist_ok=True)
+  for name in FAMILIES:
+    write_family(name, folder / 'huggingface' / name)
+  output = folder / 'transformers_t5.npz'
   arrays = {
       'versions': np.array(f'torch {torch.__version__}, transformers {transformers.__version__}')
   }
   for name, (seed, choices, feed_forward) in NETWORKS.items():
     for key, value in golden(seed, {**SIZES, **choices}, feed_forward).items():
       arrays[f'{name}/{key}'] = value
-  output.parent.mkdir(parents=True, exist_ok=True)
   np.savez_compressed(output, **arrays)
   print(f'{output}: {output.stat().st_size} bytes, {arrays["versions"]}')
 

@@ -1,6 +1,8 @@
 """Prints the plans of a folder as the table of README.md.
 
     python scripts/tpu_plans/table.py scripts/tpu_plans/results
+
+`plans.sh` makes them.
 """
 
 import json
