@@ -12,8 +12,6 @@ import json
 import pathlib
 import statistics
 
-import numpy as np
-
 from speculative_t5x import plots, timing, training
 from speculative_t5x.demo import tasks
 from speculative_t5x.demo.__main__ import load_demo_pair
