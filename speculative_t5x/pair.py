@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from speculative_t5x import checkpoints, decoding, ngram, paths, vocabularies
+from speculative_t5x import beams, checkpoints, decoding, ngram, paths, vocabularies
+from speculative_t5x.beam_tree import BeamModel, BeamRows, rows_of_calls
 from speculative_t5x.drafters import DrafterConfig
 from speculative_t5x.drafters.ngram import NgramTable
 from speculative_t5x.errors import UserError
@@ -75,6 +76,9 @@ class Pair:
     drafter: what guesses.
     ngram_table: of a drafter that has one.
     num_decodes: outputs an input.
+    beam_alpha: of the brevity penalty of a beam search as wide as `num_decodes`, see
+      `beams.speculative_beam_search`; None samples, or is greedy.
+    draft_width: of the draft's beam; None is twice `num_decodes`.
     max_decode_steps: tokens an output at most; None is up to the length asked for.
     rescale_log_probs: whether scores are of the adjusted distribution, see `speculative_decode`.
 
@@ -93,6 +97,8 @@ class Pair:
   drafter: DrafterConfig = DrafterConfig()  # noqa: RUF009 - frozen
   ngram_table: NgramTable | None = None
   num_decodes: int = 1
+  beam_alpha: float | None = None
+  draft_width: int | None = None
   max_decode_steps: int | None = None
   rescale_log_probs: bool = False
 
@@ -110,6 +116,19 @@ class Pair:
     decoding.check_gamma(gamma)
     if gamma:
       self.drafter.check_parts(self.draft, self.ngram_table)
+    if self.beam_alpha is not None:
+      self._check_beams(gamma)
+
+  def _check_beams(self, gamma: int) -> None:
+    """Refuses what a beam search has no use for."""
+    rows_of_calls(self.num_decodes, gamma, self.draft_width)
+    for name, expected, found in (
+        ('drafter', DrafterConfig(), self.drafter),
+        ('lenience', 1.0, self.verification.lenience),
+        ('max_decode_steps', None, self.max_decode_steps),
+    ):
+      if found != expected:
+        raise UserError(f'{name}: expected {expected} for a beam search, found {found}')
 
   def predict(
       self, inputs: np.ndarray, *, max_length: int, seed: int = 0, gamma: int | None = None,
@@ -200,21 +219,25 @@ class Pair:
       gamma: drafts a round; the draft encodes nothing when it is 0.
 
     Returns:
-      The target's cache and the drafter's state as `target` and `draft`, of `B * N` rows; the
-      state is None for gamma 0.
+      The target's cache and the drafter's state as `target` and `draft`, of `B * N` rows, or as
+      many as a beam search needs; the state is None for gamma 0.
     """
-    rows = lambda tree: decoding.expand_rows(tree, self.num_decodes)
+    rows = BeamRows(self.num_decodes, self.num_decodes)
+    if self.beam_alpha is not None:
+      rows = rows_of_calls(self.num_decodes, gamma, self.draft_width)
 
     def encode(name, extra_slots=0):
       slots = decoding.cache_slots(max_length, gamma + extra_slots)
-      return rows(getattr(self, name).module.apply(
-          {'params': params[name]}, inputs, slots, method='init_cache'))
+      cache = getattr(self, name).module.apply(
+          {'params': params[name]}, inputs, slots, method='init_cache')
+      return decoding.expand_rows(cache, getattr(rows, name))
 
     state = None
     if gamma:
       has_model = self.drafter.has_model
       state = self.drafter.state(
-          encode('draft', self.drafter.extra_slots) if has_model else None, rows(inputs))
+          encode('draft', self.drafter.extra_slots) if has_model else None,
+          decoding.expand_rows(inputs, rows.draft))
     return {'target': encode('target'), 'draft': state}
 
   def decode_from(
@@ -237,6 +260,12 @@ class Pair:
     """
     step = lambda name: tokens_to_logits(
         getattr(self, name).module, params[name], self.vocabulary.size)
+    if self.beam_alpha is not None:
+      model = lambda name: BeamModel(step(name), caches[name], _exchange_rows)
+      return beams.speculative_beam_search(
+          decoder_inputs, model('target'), self.vocabulary.eos_id, gamma=gamma,
+          draft=model('draft') if gamma else None, draft_width=self.draft_width,
+          num_decodes=self.num_decodes, alpha=self.beam_alpha)
     # The loop repeats the target's temperatures for its rows; a drafter has rows alone.
     draft_rule = rule
     if temperature is not None:
@@ -255,6 +284,12 @@ class Pair:
         max_decode_steps=self.max_decode_steps, rescale_log_probs=self.rescale_log_probs,
         **kwargs,
     )
+
+
+def _exchange_rows(cache, rows):
+  """`beam_tree.take_rows` of a network's cache; the encoder's keys and values stay."""
+  take = lambda layers: tuple(x[rows] for x in layers)
+  return cache.replace(self_keys=take(cache.self_keys), self_values=take(cache.self_values))
 
 
 def load_model(path: str, config: T5Config, dtype: str = 'float32') -> Model:
@@ -299,6 +334,8 @@ def load_pair(
     draft_topk: int | None = None,
     draft_topp: float | None = None,
     num_decodes: int = 1,
+    beam_alpha: float | None = None,
+    draft_width: int | None = None,
     max_decode_steps: int | None = None,
     dtype: str = 'float32',
 ) -> Pair:
@@ -324,6 +361,8 @@ def load_pair(
     draft_topk: likewise.
     draft_topp: likewise.
     num_decodes: outputs an input.
+    beam_alpha: of a beam search as wide as `num_decodes`; None samples.
+    draft_width: of the draft's beam; None is twice `num_decodes`.
     max_decode_steps: tokens an output at most.
     dtype: dtype of the parameters in memory.
 
@@ -360,5 +399,6 @@ def load_pair(
       gamma=gamma, sampling=rule, verification=verify,
       draft_sampling=None if draft_rule == rule else draft_rule,
       drafter=drafter, ngram_table=table,
-      num_decodes=num_decodes, max_decode_steps=max_decode_steps,
+      num_decodes=num_decodes, beam_alpha=beam_alpha, draft_width=draft_width,
+      max_decode_steps=max_decode_steps,
   )

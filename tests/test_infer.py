@@ -180,6 +180,8 @@ def test_drafters_are_chosen_in_gin(sentences, tmp_path):
 @pytest.mark.parametrize(
     ('arguments', 'named'),
     [
+        (['--gin.BEAM_ALPHA=0.6', '--gin.NUM_DECODES=4', '--gin.DRAFT_WIDTH=3'], 'draft_width'),
+        (['--gin.BEAM_ALPHA=0.6', '--gin.NUM_DECODES=5000'], '5000'),
         (['--gin.DRAFTER="guess"'], 'drafter: expected one of'),
         (['--gin.DRAFTER="ngram"'], 'NGRAM_PATH: expected a table'),
         (['--gin.MIN_CONFIDENCE=1.5'], 'min_confidence: expected a number in'),

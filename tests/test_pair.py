@@ -15,6 +15,7 @@ from speculative_t5x.drafters import DrafterConfig
 from speculative_t5x.errors import UserError
 from speculative_t5x.network import T5Config, Transformer
 from speculative_t5x.sampling import SamplingRule
+from speculative_t5x.verification import VerificationRule
 
 
 @pytest.fixture(scope='module')
@@ -57,6 +58,26 @@ def test_the_drafter_does_not_change_greedy_outputs(demo, held_out, drafter):
   fast = pair.predict(inputs, max_length=32, gamma=3)
   np.testing.assert_array_equal(plain.sequences, fast.sequences)
   assert np.sum(fast.statistics.drafted) > 0
+
+
+def test_a_beam_search_is_the_same_at_every_gamma(demo, held_out):
+  beams = dataclasses.replace(demo, num_decodes=3, beam_alpha=0.6)
+  plain = beams.predict(held_out[2:6], max_length=24, gamma=0)
+  fast = beams.predict(held_out[2:6], max_length=24, gamma=2)
+  np.testing.assert_array_equal(plain.sequences, fast.sequences)
+  np.testing.assert_allclose(plain.scores, fast.scores, atol=1e-4)
+  assert np.sum(fast.statistics.rounds) < np.sum(plain.statistics.rounds)
+  # Beams are wider than a greedy text, and never worse by their own measure.
+  assert plain.sequences.shape == (4, 3, 24)
+  assert np.all(np.diff(plain.scores, axis=1) >= 0)
+  for changes, named in [
+      ({'drafter': DrafterConfig('copying')}, 'drafter: expected'),
+      ({'draft_width': 2}, 'draft_width: expected at least num_decodes 3, found 2'),
+      ({'verification': VerificationRule(lenience=0.5)}, 'lenience: expected 1.0'),
+      ({'max_decode_steps': 4}, 'max_decode_steps: expected None'),
+  ]:
+    with pytest.raises(UserError, match=named):
+      dataclasses.replace(beams, **changes)
 
 
 def test_prompts_begin_the_outputs(demo, held_out):

@@ -131,6 +131,12 @@ def outputs(tmp_path_factory, lines, scored):
       'target': [*pair, BASELINE],
       'copying': [*pair, '--gin.DRAFTER="copying"', '--gin.DRAFT_CHECKPOINT_PATH=None'],
       'mixed': [*pair, '--gin.DRAFTER="mixed"', '--gin.MIN_CONFIDENCE=0.3', '--gin.DRAFT_TOPK=5'],
+      'beams': [
+          *pair, '--gin.NUM_DECODES=2', '--gin.GAMMA=2',
+          '--gin.model.SpeculativeModel.decode_fn=@beams.speculative_beam_search'],
+      'beams of the target': [
+          *pair, '--gin.NUM_DECODES=2',
+          '--gin.model.SpeculativeModel.decode_fn=@t5x_decoding.beam_search'],
       'predict': [*pair, '--gin.infer.mode="predict"'],
       'score': [
           '--gin_file=gin_configs/runs/score.gin', '--gin_file=gin_configs/models/demo.gin',
@@ -179,6 +185,15 @@ def test_the_drafter_does_not_change_the_outputs(outputs):
           record['aux']['statistics']['drafted'], list) else record['aux']['statistics']['drafted']
       for record in outputs[name])
   assert 0 < drafted('mixed') != drafted('aux')
+
+
+def test_beams_are_those_of_the_target_alone(outputs):
+  assert texts(outputs['beams']) == texts(outputs['beams of the target'])
+  np.testing.assert_allclose(
+      scores(outputs['beams']), scores(outputs['beams of the target']), atol=1e-3)
+  statistics = [record['aux']['statistics'] for record in outputs['beams']]
+  assert sum(found['rounds'] for found in statistics) < sum(
+      found['emitted'] for found in statistics)
 
 
 def test_copying_needs_no_draft(outputs):
