@@ -13,7 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from speculative_t5x import beams, checkpoints, decoding, ngram, paths, vocabularies
+from speculative_t5x import (
+    beams,
+    checkpoints,
+    decoding,
+    families,
+    ngram,
+    paths,
+    vocabularies,
+)
 from speculative_t5x.beam_tree import BeamModel, BeamRows, rows_of_calls
 from speculative_t5x.drafters import DrafterConfig
 from speculative_t5x.drafters.ngram import NgramTable
@@ -292,20 +300,30 @@ def _exchange_rows(cache, rows):
   return cache.replace(self_keys=take(cache.self_keys), self_values=take(cache.self_values))
 
 
-def load_model(path: str, config: T5Config, dtype: str = 'float32') -> Model:
-  """Reads a checkpoint into the network that `config` describes.
+def load_model(
+    path: str, config: T5Config | None = None, dtype: str = 'float32',
+    vocabulary: vocabularies.Vocabulary | None = None,
+) -> Model:
+  """Reads a checkpoint.
 
   Args:
-    path: a T5X or Orbax checkpoint.
-    config: the network.
+    path: a T5X, Orbax or Hugging Face checkpoint.
+    config: the network; None is what the checkpoint says, with activations in `dtype`.
     dtype: dtype of the parameters in memory.
+    vocabulary: whose ids the model was trained with; None is not compared.
 
   Returns:
     The model.
 
   Raises:
-    UserError: the checkpoint cannot be read, or a parameter's name or shape differs.
+    UserError: the checkpoint cannot be read, or contradicts `config` or `vocabulary`.
   """
+  found = families.describe(paths.resolve(path))
+  if config is None:
+    config = dataclasses.replace(found.config, dtype=dtype)
+  families.check_config(found, config)
+  if vocabulary is not None:
+    families.check_vocabulary(found, vocabulary)
   module = Transformer(config)
   tokens = jnp.ones((1, 1), jnp.int32)
   like = jax.eval_shape(module.init, jax.random.key(0), tokens, tokens)['params']
@@ -317,7 +335,7 @@ def load_model(path: str, config: T5Config, dtype: str = 'float32') -> Model:
 def load_pair(
     checkpoint_path: str = gin.REQUIRED,
     draft_checkpoint_path: str | None = None,
-    target: T5Config = gin.REQUIRED,
+    target: T5Config | None = None,
     draft: T5Config | None = None,
     vocabulary_path: str = gin.REQUIRED,
     extra_ids: int = 0,
@@ -344,8 +362,8 @@ def load_pair(
   Args:
     checkpoint_path: the target's checkpoint.
     draft_checkpoint_path: the draft's checkpoint; None needs `gamma` 0.
-    target: the target's network.
-    draft: the draft's network.
+    target: the target's network; None is what its checkpoint says.
+    draft: the draft's network, likewise.
     vocabulary_path: SentencePiece model of the target.
     extra_ids: sentinel ids behind its pieces.
     draft_vocabulary_path: SentencePiece model of the draft; None is the target's.
@@ -379,8 +397,8 @@ def load_pair(
   decoding.check_gamma(gamma)
   draft_rule = rule.override(draft_temperature, draft_topk, draft_topp)
   needs_draft = gamma > 0 and drafter.has_model
-  if needs_draft and (draft_checkpoint_path is None or draft is None):
-    raise UserError(f'draft: expected a checkpoint and a network for gamma {gamma}, found none')
+  if needs_draft and draft_checkpoint_path is None:
+    raise UserError(f'DRAFT_CHECKPOINT_PATH: expected one for gamma {gamma}, found None')
   vocabulary = vocabularies.load_vocabulary(paths.resolve(vocabulary_path), extra_ids=extra_ids)
   if draft_vocabulary_path is not None:
     vocabularies.check_same(
@@ -393,9 +411,12 @@ def load_pair(
       raise UserError(
           f'NGRAM_PATH: expected a table for the drafter {drafter.name!r}, found None')
     table = jax.tree.map(jnp.asarray, ngram.load(ngram_path, vocabulary))
-  draft_model = load_model(draft_checkpoint_path, draft, dtype) if needs_draft else None
+  draft_model = None
+  if needs_draft:
+    draft_model = load_model(draft_checkpoint_path, draft, dtype, vocabulary)
   return Pair(
-      target=load_model(checkpoint_path, target, dtype), draft=draft_model, vocabulary=vocabulary,
+      target=load_model(checkpoint_path, target, dtype, vocabulary), draft=draft_model,
+      vocabulary=vocabulary,
       gamma=gamma, sampling=rule, verification=verify,
       draft_sampling=None if draft_rule == rule else draft_rule,
       drafter=drafter, ngram_table=table,

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from speculative_t5x import checkpoints
+from speculative_t5x import checkpoints, layouts
 from speculative_t5x.errors import UserError
 from speculative_t5x.network import T5Config, Transformer
 
@@ -113,10 +113,10 @@ def test_native_arrays_are_sought_where_the_checkpoint_is(tmp_path, kvstore, pat
 
 
 def test_bucket_paths_become_gcs_specs():
-  assert checkpoints._kvstore('gs://b/models/checkpoint_1/', 'state/') == {
+  assert layouts.kvstore_of('gs://b/models/checkpoint_1/', 'state/') == {
       'driver': 'gcs', 'bucket': 'b', 'path': 'models/checkpoint_1/state/'
   }
-  spec = checkpoints._array_spec(checkpoints._kvstore('gs://b/m'), 'target.encoder.x')
+  spec = layouts.array_spec(layouts.kvstore_of('gs://b/m'), 'target.encoder.x')
   assert spec['kvstore'] == {'driver': 'gcs', 'bucket': 'b', 'path': 'm/target.encoder.x/'}
 
 

@@ -5,7 +5,8 @@ import pathlib
 
 import pytest
 
-from speculative_t5x import infer
+from speculative_t5x import convert, infer
+from speculative_t5x.demo import tasks
 from speculative_t5x.pair import Pair
 
 GIN = '--gin_file=gin_configs/examples/demo.gin'
@@ -177,9 +178,27 @@ def test_drafters_are_chosen_in_gin(sentences, tmp_path):
       assert 0 < drafted(found) != drafted(expected)
 
 
+def test_hugging_face_folders_are_decoded_without_a_network_in_gin(sentences, tmp_path):
+  _, expected = run(sentences, tmp_path / 'demo')
+  paths = []
+  for name in ('target', 'draft'):
+    [checkpoint] = (tasks.ASSETS / name).glob('checkpoint_*')
+    convert.convert(checkpoint, tmp_path / name, 'huggingface')
+    paths.append(tmp_path / name)
+  folder = tmp_path / 'out'
+  assert infer.main([
+      '--gin_file=gin_configs/models/from_checkpoint.gin',
+      '--gin_file=gin_configs/runs/infer_standalone.gin', SHORT, f'--input={sentences}',
+      f'--output_dir={folder}', f'--gin.CHECKPOINT_PATH={paths[0]}',
+      f'--gin.DRAFT_CHECKPOINT_PATH={paths[1]}', f'--gin.VOCABULARY_PATH={tasks.VOCABULARY}']) == 0
+  lines = (folder / 'inferences.jsonl').read_text(encoding='utf-8').splitlines()
+  assert [json.loads(x)['prediction'] for x in lines] == [x['prediction'] for x in expected]
+
+
 @pytest.mark.parametrize(
     ('arguments', 'named'),
     [
+        (['--gin.draft/T5Config.num_heads=8'], 'num_heads: expected 8 as in the given T5Config'),
         (['--gin.BEAM_ALPHA=0.6', '--gin.NUM_DECODES=4', '--gin.DRAFT_WIDTH=3'], 'draft_width'),
         (['--gin.BEAM_ALPHA=0.6', '--gin.NUM_DECODES=5000'], '5000'),
         (['--gin.DRAFTER="guess"'], 'drafter: expected one of'),
@@ -197,7 +216,7 @@ def test_drafters_are_chosen_in_gin(sentences, tmp_path):
         (["--gin.TASK_FEATURE_LENGTHS={'inputs': 3}"], 'TASK_FEATURE_LENGTHS'),
         (['--gin.BATCH_SIZE=0'], 'BATCH_SIZE'),
         (['--gin.BATCH_SIZE="two"'], 'BATCH_SIZE'),
-        (['--gin.draft/T5Config.emb_dim=64'], 'shape'),
+        (['--gin.draft/T5Config.emb_dim=64'], 'emb_dim: expected 64'),
         (['--gin.no_such.thing=3'], 'no_such'),
         (['--typo=3'], '--typo=3'),
         (['--gin_file=no/such.gin'], 'no/such.gin'),

@@ -349,6 +349,10 @@ def test_public_checkpoint_has_our_tree(shared_data):
     ({'mlp_activations': ()}, 'mlp_activations: expected names among'),
     ({'mlp_activations': ('gelu', 'tanh')}, "mlp_activations: .*found .*'tanh'"),
     ({'mlp_activations': 'relu'}, 'mlp_activations: expected names among'),
+    ({'relative_attention_num_buckets': 30}, 'num_buckets: expected a multiple of 4, found 30'),
+    ({'relative_attention_num_buckets': 0}, 'num_buckets: expected a multiple of 4, found 0'),
+    ({'relative_attention_max_distance': 16}, 'max_distance: expected .* 32 buckets, found 16'),
+    ({'layer_norm_epsilon': 0.0}, 'layer_norm_epsilon: expected .*, found 0.0'),
     ({'dtype': 'float16'}, 'dtype: expected float32 or bfloat16, found float16'),
     ({'dtype': 'int32'}, 'dtype: expected float32 or bfloat16, found int32'),
 ])

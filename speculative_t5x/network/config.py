@@ -28,9 +28,16 @@ class T5Config:
     dropout_rate: probability of dropping a unit while training.
     logits_via_embedding: True ties the output projection to the embedding (T5 1.0), scaled by
       `emb_dim ** -0.5`; False gives it a kernel of its own (T5 1.1).
+    relative_bias_per_layer: True gives every layer its own table of relative position biases
+      (umT5); False shares one in the encoder and one in the decoder.
+    relative_attention_num_buckets: columns of such a table.
+    relative_attention_max_distance: distances from here on share the last bucket.
+    layer_norm_epsilon: added to the mean square in every layer norm.
+    scale_logits_via_embedding: False leaves out the scale of tied logits, as configurations of
+      transformers may ask for.
 
   Raises:
-    ValueError: a size is not positive, or an activation is unknown.
+    ValueError: a value is out of range, or an activation is unknown.
   """
 
   vocab_size: int
@@ -44,6 +51,11 @@ class T5Config:
   mlp_activations: Sequence[str] = ('relu',)
   dropout_rate: float = 0.0
   logits_via_embedding: bool = False
+  relative_bias_per_layer: bool = False
+  relative_attention_num_buckets: int = 32
+  relative_attention_max_distance: int = 128
+  layer_norm_epsilon: float = 1e-6
+  scale_logits_via_embedding: bool = True
 
   def __post_init__(self):
     for name in (
@@ -54,6 +66,21 @@ class T5Config:
         raise ValueError(f'T5Config.{name}: expected at least 1, found {getattr(self, name)}')
     if not 0.0 <= self.dropout_rate < 1.0:
       raise ValueError(f'T5Config.dropout_rate: expected [0, 1), found {self.dropout_rate}')
+    buckets = self.relative_attention_num_buckets
+    # The encoder halves them by direction, and half of what remains is of one distance each.
+    if buckets < 4 or buckets % 4:
+      raise ValueError(
+          f'T5Config.relative_attention_num_buckets: expected a multiple of 4, found {buckets}'
+      )
+    if self.relative_attention_max_distance <= buckets // 2:
+      raise ValueError(
+          'T5Config.relative_attention_max_distance: expected more than half of the '
+          f'{buckets} buckets, found {self.relative_attention_max_distance}'
+      )
+    if not 0.0 < self.layer_norm_epsilon < 1.0:
+      raise ValueError(
+          f'T5Config.layer_norm_epsilon: expected (0, 1), found {self.layer_norm_epsilon}'
+      )
     unknown = [name for name in self.mlp_activations if name not in ACTIVATIONS]
     if unknown or not self.mlp_activations:
       raise ValueError(

@@ -21,9 +21,6 @@ with_sharding_constraint = nn_partitioning.with_sharding_constraint
 # The additive mask of T5X: finite, so that a row with nothing to attend to stays finite.
 MASKED = -1e10
 
-NUM_BUCKETS = 32
-MAX_DISTANCE = 128
-
 
 class Dense(nn.Module):
   """A linear map without bias, whose kernel is stored as one matrix.
@@ -118,17 +115,21 @@ def float32_dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
   return jnp.dot(x.astype(dtype), kernel.astype(dtype), preferred_element_type=jnp.float32)
 
 
-def relative_position_bucket(relative_position: jax.Array, *, bidirectional: bool) -> jax.Array:
+def relative_position_bucket(
+    relative_position: jax.Array, *, bidirectional: bool, num_buckets: int = 32,
+    max_distance: int = 128,
+) -> jax.Array:
   """T5's bucket of a distance (Raffel et al. 2020, section 2.1).
 
   Args:
     relative_position: int32, key position minus query position, any shape.
     bidirectional: whether keys after the query have buckets of their own.
+    num_buckets: how many there are.
+    max_distance: distances from here on share the last bucket.
 
   Returns:
-    int32 of the same shape, in `[0, NUM_BUCKETS)`.
+    int32 of the same shape, in `[0, num_buckets)`.
   """
-  num_buckets = NUM_BUCKETS
   distance = -relative_position
   offset = 0
   if bidirectional:
@@ -141,7 +142,7 @@ def relative_position_bucket(relative_position: jax.Array, *, bidirectional: boo
   # The epsilon keeps log(0) finite; those entries are not selected.
   logarithmic = max_exact + (
       jnp.log(distance.astype(jnp.float32) / max_exact + jnp.finfo(jnp.float32).eps)
-      / math.log(MAX_DISTANCE / max_exact)
+      / math.log(max_distance / max_exact)
       * (num_buckets - max_exact)
   ).astype(jnp.int32)
   logarithmic = jnp.minimum(logarithmic, num_buckets - 1)
@@ -153,16 +154,19 @@ class RelativePositionBiases(nn.Module):
 
   num_heads: int
   bidirectional: bool
+  num_buckets: int = 32
+  max_distance: int = 128
 
   @nn.compact
   def __call__(self, query_positions: jax.Array, key_positions: jax.Array) -> jax.Array:
     """Returns the float32 bias `[B, H, M, S]` of positions `[B, M]` and `[B, S]` int32."""
     embedding = param_with_axes(
         'rel_embedding', nn.initializers.variance_scaling(1.0, 'fan_avg', 'uniform'),
-        (self.num_heads, NUM_BUCKETS), jnp.float32, axes=('heads', 'relpos_buckets'),
+        (self.num_heads, self.num_buckets), jnp.float32, axes=('heads', 'relpos_buckets'),
     )
     bucket = relative_position_bucket(
-        key_positions[:, None, :] - query_positions[:, :, None], bidirectional=self.bidirectional
+        key_positions[:, None, :] - query_positions[:, :, None], bidirectional=self.bidirectional,
+        num_buckets=self.num_buckets, max_distance=self.max_distance,
     )
     # [H, B, M, S] -> [B, H, M, S]
     return jnp.moveaxis(jnp.asarray(embedding, jnp.float32)[:, bucket], 0, 1)

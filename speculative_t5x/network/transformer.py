@@ -64,14 +64,22 @@ class EncoderLayer(nn.Module):
 
   @nn.compact
   def __call__(self, inputs: jax.Array, bias: jax.Array, *, deterministic: bool) -> jax.Array:
-    """Maps `[B, S, E]` to `[B, S, E]`; `bias` is float32 `[B, H, S, S]`."""
+    """Maps `[B, S, E]` to `[B, S, E]`.
+
+    `bias` is float32 `[B, H, S, S]`, or the mask `[B, 1, S or 1, S]` alone where every layer adds
+    a relative bias of its own.
+    """
     cfg = self.config
+    if cfg.relative_bias_per_layer:
+      positions = jnp.arange(inputs.shape[1], dtype=jnp.int32)[None]
+      biases = relative_biases(cfg, bidirectional=True, name='relpos_bias')
+      bias = bias + biases(positions, positions)
     dropout = nn.Dropout(rate=cfg.dropout_rate, broadcast_dims=(-2,))
-    x = layers.LayerNorm(dtype=cfg.dtype, name='pre_attention_layer_norm')(inputs)
+    x = layer_norm(cfg, 'pre_attention_layer_norm')(inputs)
     attention = attention_block(cfg, 'attention')
     x = attention(x, *attention.keys_values(x), bias, deterministic=deterministic)
     x = dropout(x, deterministic=deterministic) + inputs
-    y = layers.LayerNorm(dtype=cfg.dtype, name='pre_mlp_layer_norm')(x)
+    y = layer_norm(cfg, 'pre_mlp_layer_norm')(x)
     y = mlp_block(cfg)(y, deterministic=deterministic)
     return dropout(y, deterministic=deterministic) + x
 
@@ -83,13 +91,19 @@ class DecoderLayer(nn.Module):
 
   def setup(self):
     cfg = self.config
-    self.pre_self_attention_layer_norm = layers.LayerNorm(dtype=cfg.dtype)
+    if cfg.relative_bias_per_layer:
+      self.relpos_bias = relative_biases(cfg, bidirectional=False)
+    self.pre_self_attention_layer_norm = layer_norm(cfg)
     self.self_attention = attention_block(cfg)
-    self.pre_cross_attention_layer_norm = layers.LayerNorm(dtype=cfg.dtype)
+    self.pre_cross_attention_layer_norm = layer_norm(cfg)
     self.encoder_decoder_attention = attention_block(cfg)
-    self.pre_mlp_layer_norm = layers.LayerNorm(dtype=cfg.dtype)
+    self.pre_mlp_layer_norm = layer_norm(cfg)
     self.mlp = mlp_block(cfg, name=None)
     self.dropout = nn.Dropout(rate=cfg.dropout_rate, broadcast_dims=(-2,))
+
+  def relative_bias(self, query_positions, key_positions) -> jax.Array:
+    """The layer's own bias, float32 `[B, H, M, T]`, of positions `[B, M]` and `[B, T]`."""
+    return self.relpos_bias(query_positions, key_positions)
 
   def cross_keys_values(self, encoded: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Keys and values `[B, H, S, K]` of the encoder's output `[B, S, E]`."""
@@ -131,6 +145,21 @@ class DecoderLayer(nn.Module):
     return self.dropout(z, deterministic=deterministic) + y, keys, values
 
 
+def layer_norm(cfg: T5Config, name: str | None = None) -> layers.LayerNorm:
+  """The layer norm that `cfg` describes."""
+  return layers.LayerNorm(epsilon=cfg.layer_norm_epsilon, dtype=cfg.dtype, name=name)
+
+
+def relative_biases(
+    cfg: T5Config, *, bidirectional: bool, name: str | None = None
+) -> layers.RelativePositionBiases:
+  """The relative position biases that `cfg` describes."""
+  return layers.RelativePositionBiases(
+      cfg.num_heads, bidirectional=bidirectional, num_buckets=cfg.relative_attention_num_buckets,
+      max_distance=cfg.relative_attention_max_distance, name=name,
+  )
+
+
 def attention_block(cfg: T5Config, name: str | None = None) -> layers.Attention:
   """The attention that `cfg` describes."""
   return layers.Attention(
@@ -148,7 +177,7 @@ def mlp_block(cfg: T5Config, name: str | None = 'mlp') -> layers.MlpBlock:
 
 
 class Encoder(nn.Module):
-  """A stack of encoder layers under one relative position bias."""
+  """A stack of encoder layers, under one relative position bias or each with its own."""
 
   config: T5Config
 
@@ -156,20 +185,21 @@ class Encoder(nn.Module):
   def __call__(self, embedded: jax.Array, mask_bias: jax.Array, *, deterministic: bool):
     """Encodes `embedded` `[B, S, E]` under the padding mask `[B, 1, S or 1, S]`."""
     cfg = self.config
-    positions = jnp.arange(embedded.shape[1], dtype=jnp.int32)[None]
-    bias = mask_bias + layers.RelativePositionBiases(
-        cfg.num_heads, bidirectional=True, name='relpos_bias'
-    )(positions, positions)
+    bias = mask_bias
+    if not cfg.relative_bias_per_layer:
+      positions = jnp.arange(embedded.shape[1], dtype=jnp.int32)[None]
+      biases = relative_biases(cfg, bidirectional=True, name='relpos_bias')
+      bias = bias + biases(positions, positions)
     dropout = nn.Dropout(rate=cfg.dropout_rate, broadcast_dims=(-2,))
     x = dropout(embedded, deterministic=deterministic)
     for index in range(cfg.num_encoder_layers):
       x = EncoderLayer(cfg, name=f'layers_{index}')(x, bias, deterministic=deterministic)
-    x = layers.LayerNorm(dtype=cfg.dtype, name='encoder_norm')(x)
+    x = layer_norm(cfg, 'encoder_norm')(x)
     return nn.Dropout(rate=cfg.dropout_rate)(x, deterministic=deterministic)
 
 
 class Decoder(nn.Module):
-  """A stack of decoder layers under one relative position bias, and the output projection."""
+  """A stack of decoder layers, their relative position biases, and the output projection."""
 
   config: T5Config
   shared_embedding: nn.Module
@@ -177,8 +207,9 @@ class Decoder(nn.Module):
   def setup(self):
     cfg = self.config
     self.layers = [DecoderLayer(cfg) for _ in range(cfg.num_decoder_layers)]
-    self.relpos_bias = layers.RelativePositionBiases(cfg.num_heads, bidirectional=False)
-    self.decoder_norm = layers.LayerNorm(dtype=cfg.dtype)
+    if not cfg.relative_bias_per_layer:
+      self.relpos_bias = relative_biases(cfg, bidirectional=False)
+    self.decoder_norm = layer_norm(cfg)
     if not cfg.logits_via_embedding:
       self.logits_dense = layers.LogitsDense(cfg.vocab_size)
     self.dropout = nn.Dropout(rate=cfg.dropout_rate, broadcast_dims=(-2,))
@@ -187,26 +218,33 @@ class Decoder(nn.Module):
     """Cross-attention keys and values of every layer."""
     return zip(*(layer.cross_keys_values(encoded) for layer in self.layers), strict=True)
 
-  def self_bias(self, query_positions, key_positions):
-    """Causal mask and relative bias, float32 `[B, H, M, T]`, of positions `[B, M]`, `[B, T]`."""
+  def self_biases(self, query_positions, key_positions):
+    """Causal mask and relative bias of every layer.
+
+    Each is float32 `[B, H, M, T]`, of positions `[B, M]` and `[B, T]`.
+    """
     visible = key_positions[:, None, None, :] <= query_positions[:, None, :, None]
-    return jnp.where(
-        visible, self.relpos_bias(query_positions, key_positions), layers.MASKED
-    )
+    masked = lambda bias: jnp.where(visible, bias, layers.MASKED)
+    if self.config.relative_bias_per_layer:
+      return [masked(x.relative_bias(query_positions, key_positions)) for x in self.layers]
+    return [masked(self.relpos_bias(query_positions, key_positions))] * len(self.layers)
 
   def logits(self, x):
     """Final norm and output projection: `[B, M, E]` to float32 `[B, M, V]`."""
     x = self.decoder_norm(x)
     if self.config.logits_via_embedding:
-      return self.shared_embedding.attend(x) / jnp.sqrt(jnp.float32(x.shape[-1]))
+      logits = self.shared_embedding.attend(x)
+      if self.config.scale_logits_via_embedding:
+        logits = logits / jnp.sqrt(jnp.float32(x.shape[-1]))
+      return logits
     return self.logits_dense(x)
 
   def teacher_forced(self, tokens, encoded, cross_bias, *, deterministic):
     """Logits `[B, M, V]` of all positions of `tokens` `[B, M]` at once."""
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    self_bias = self.self_bias(positions, positions)
+    self_biases = self.self_biases(positions, positions)
     x = self.dropout(self.shared_embedding(tokens), deterministic=deterministic)
-    for layer in self.layers:
+    for layer, self_bias in zip(self.layers, self_biases, strict=True):
       x, _, _ = layer(
           x, *layer.cross_keys_values(encoded), self_bias, cross_bias, deterministic=deterministic
       )
@@ -216,13 +254,13 @@ class Decoder(nn.Module):
     """See `Transformer.decode_step`."""
     query_positions = positions[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     slots = jnp.arange(cache.self_keys[0].shape[2], dtype=jnp.int32)[None]
-    self_bias = self.self_bias(query_positions, slots)
+    self_biases = self.self_biases(query_positions, slots)
     x = self.shared_embedding(tokens)
     new_keys, new_values = [], []
     for index, layer in enumerate(self.layers):
       x, keys, values = layer(
-          x, cache.cross_keys[index], cache.cross_values[index], self_bias, cache.cross_bias,
-          cached=(cache.self_keys[index], cache.self_values[index], positions),
+          x, cache.cross_keys[index], cache.cross_values[index], self_biases[index],
+          cache.cross_bias, cached=(cache.self_keys[index], cache.self_values[index], positions),
       )
       new_keys.append(keys)
       new_values.append(values)

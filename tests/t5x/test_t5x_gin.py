@@ -284,7 +284,7 @@ def of_ours(tmp_path_factory):
 def test_every_file_is_tested():
   names = lambda folder: {path.stem for path in (ROOT / 'gin_configs' / folder).glob('*.gin')}
   assert names('models') - {*PAIRS, *FAMILIES} == {
-      'decoding', 'demo', 'pair', 'pair_standalone', 'pair_t5x', 'sampling_t5x'}
+      'decoding', 'demo', 'from_checkpoint', 'pair', 'pair_standalone', 'pair_t5x', 'sampling_t5x'}
   assert names('runs') == {
       'infer', 'infer_standalone', 'restore_pair', 'score', 'speculate'}
   assert names('examples') == {'demo', 'demo_t5x', 'text_file', *PAPER}
