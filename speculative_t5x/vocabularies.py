@@ -92,10 +92,11 @@ class SentencePieceVocabulary:
       )
     self.size = self._model.get_piece_size()
     self.eos_id = self._model.eos_id()
-    self.pad_id = self._model.pad_id()
     self.unk_id = self._model.unk_id()
-    if self.pad_id != 0:
-      raise UserError(f'vocabulary {path}: expected pad id 0, found {self.pad_id}')
+    # As in seqio, 0 is padding where a model has no piece for it (MADLAD-400).
+    if self._model.pad_id() not in (-1, 0):
+      raise UserError(f'vocabulary {path}: expected pad id 0, found {self._model.pad_id()}')
+    self.pad_id = 0
     if self.eos_id < 0:
       raise UserError(f'vocabulary {path}: expected an EOS piece, found none')
 

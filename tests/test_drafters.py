@@ -145,6 +145,8 @@ def made(name, vocab_size, rule):
 NAMES = ['model', 'adaptive', 'hardly confident', 'copying', 'unigram', 'bigram', 'trigram',
          'mixed', 'adaptive mixed', 'copying cascade', 'bigram cascade', 'model cascade',
          'adaptive cascade']
+# One of each kind.
+KINDS = ['model', 'adaptive', 'copying', 'bigram', 'adaptive mixed', 'model cascade']
 
 
 def run(name, target, *, gamma, rule, context, length, inputs=None, draft_rule=None, key=1,
@@ -186,7 +188,7 @@ def contexts(batch, seed=0, width=6):
 
 def p_value(name, rule, gamma, **options):
   """Chi-square of sampled outputs against the target's exact law."""
-  target, batch, length = toy.Toy(4, 1), 120_000, 3
+  target, batch, length = toy.Toy(4, 1), 80_000, 3
   result = run(name, target, gamma=gamma, rule=rule, context=contexts(batch), length=length,
                **options)
   assert np.any(result.statistics.accepted) and np.any(result.statistics.rejected)
@@ -202,7 +204,7 @@ def test_samples_follow_the_target(name, verify):
 
 
 @pytest.mark.parametrize('rule', [SamplingRule(0.7, topk=3), SamplingRule(1.2, topp=0.8)], ids=str)
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('name', KINDS)
 def test_samples_under_other_rules_follow_the_target(name, rule):
   assert p_value(name, rule, 2) > ERROR_RATE
 
@@ -210,7 +212,7 @@ def test_samples_under_other_rules_follow_the_target(name, rule):
 @pytest.mark.parametrize('draft_rule', [
     SamplingRule(0.0), SamplingRule(0.5), SamplingRule(1.5, topk=2), SamplingRule(1.0, topp=0.6),
 ], ids=str)
-@pytest.mark.parametrize('name', ['model', 'adaptive', 'bigram', 'mixed', 'model cascade'])
+@pytest.mark.parametrize('name', ['adaptive', 'bigram', 'mixed', 'model cascade'])
 def test_samples_follow_the_target_whatever_the_drafts_rule(name, draft_rule):
   assert p_value(name, SamplingRule(1.0), 2, draft_rule=draft_rule) > ERROR_RATE
 
@@ -239,7 +241,7 @@ def test_a_cascade_judged_by_the_wrong_law_is_detected(monkeypatch):
   assert p_value('copying cascade', SamplingRule(1.0), 3) < 1e-12
 
 
-@pytest.mark.parametrize('gamma', [1, 4, 5])
+@pytest.mark.parametrize('gamma', [1, 4])
 @pytest.mark.parametrize('name', NAMES)
 def test_greedy_outputs_equal_plain_ones(name, gamma):
   """Behind prompts of several lengths, in a ragged batch, and row by row."""
@@ -267,7 +269,7 @@ def test_greedy_outputs_equal_plain_ones(name, gamma):
         alone.statistics.accepted_at_position[0], statistics.accepted_at_position[3])
 
 
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('name', KINDS)
 def test_sampled_outputs_with_prompts_and_several_decodes(name):
   """Prompts are kept, and what follows them has the target's law."""
   target, rule, batch = toy.Toy(4, 1), SamplingRule(1.0), 30_000

@@ -36,6 +36,31 @@ def test_sentinels_stand_behind_the_pieces_last_one_first():
   assert vocabulary.decode([*word, 4195, *word]) == 'Open <extra_id_0> Open'
 
 
+def trained(folder, **ids):
+  """A SentencePiece model with these special ids."""
+  import sentencepiece
+
+  corpus = folder / 'corpus.txt'
+  corpus.write_text('open the file\nclose the door\n' * 20, encoding='utf-8')
+  sentencepiece.SentencePieceTrainer.train(
+      input=str(corpus), model_prefix=str(folder / 'sp'), model_type='char', vocab_size=24,
+      hard_vocab_limit=False, bos_id=-1, minloglevel=2, **ids)
+  return folder / 'sp.model'
+
+
+def test_padding_is_0_where_a_model_has_no_piece_for_it(tmp_path):
+  """As MADLAD-400's has not: `<unk>` is 0 and EOS is 2."""
+  vocabulary = vocabularies.load_vocabulary(trained(tmp_path, unk_id=0, pad_id=-1, eos_id=2))
+  assert (vocabulary.pad_id, vocabulary.eos_id) == (0, 2)
+  ids = vocabulary.encode('open the door')
+  assert vocabulary.decode([*ids, 2, 0, 0]) == 'open the door'
+
+
+def test_padding_elsewhere_is_refused(tmp_path):
+  with pytest.raises(UserError, match='expected pad id 0, found 3'):
+    vocabularies.load_vocabulary(trained(tmp_path, unk_id=0, eos_id=1, pad_id=3))
+
+
 def test_bytes_are_those_of_seqio():
   import seqio
 
