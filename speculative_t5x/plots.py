@@ -105,7 +105,7 @@ def trace(courses: Sequence[Course], path: pathlib.Path) -> pathlib.Path:
         bars.append((bars[-1][0] + bars[-1][1], length, colour))
     found.broken_barh(
         [bar[:2] for bar in bars], (row - 0.35, 0.7), facecolors=[bar[2] for bar in bars],
-        edgecolors='white', linewidth=0.4)
+        edgecolors='white', linewidth=0.15)
   found.set_yticks(range(len(courses)), [course.label for course in courses])
   found.invert_yaxis()
   found.grid(visible=False)
@@ -114,7 +114,7 @@ def trace(courses: Sequence[Course], path: pathlib.Path) -> pathlib.Path:
   found.legend(
       handles=[patches.Patch(color=colour, label=name) for colour, name in (
           (ENCODER, 'encoders'), (DRAFT, 'draft'), (TARGET, 'target'))],
-      loc='lower right', fontsize='small')
+      loc='upper right', fontsize='small')
   return save(found, path)
 
 
