@@ -72,6 +72,8 @@ def test_collectives_and_copies_are_counted():
 
 def test_arrays_of_any_width():
   assert hlo.arrays('(s4[10]{0}, pred[3]{0:S(1)}, f32[])') == [(5, False), (3, True), (4, False)]
+  # Other on-chip memory, and the host's.
+  assert hlo.arrays('(f32[1]{0:T(512)S(3)}, f32[1]{0:S(5)})') == [(4, True), (4, False)]
 
 
 @pytest.mark.parametrize('topology, named', [

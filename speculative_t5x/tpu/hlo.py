@@ -1,8 +1,8 @@
 """Reads compiled modules: traffic to the chip's memory, and collectives.
 
 XLA's own count of bytes has weights that are prefetched into the chip twice. Here every instruction
-counts what it reads from and writes to memory: operands and results whose layout does not say
-`S(1)`, on-chip memory.
+counts what it reads from and writes to memory: operands and results whose layout names no other
+space, as `S(1)`, on-chip memory, and on v4 `S(3)`.
 """
 
 import re
@@ -23,6 +23,8 @@ SILENT = {
     'call', 'after-all', 'partition-id', 'replica-id', 'iota', 'opt-barrier', 'domain',
 }
 
+# The host's memory is no chip's.
+_ON_CHIP = re.compile(r'S\((?!5\))\d+\)')
 _ARRAY = re.compile(r'(\w+)\[([\d,]*)\](\{[^}]*\})?')
 _INSTRUCTION = re.compile(r'^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$')
 
@@ -109,7 +111,7 @@ def arrays(kind: str) -> list[tuple[int, bool]]:
     count = 1
     for size in shape.split(','):
       count *= int(size or 1)
-    found.append((count * BITS[dtype] // 8, 'S(1)' in layout))
+    found.append((count * BITS[dtype] // 8, bool(_ON_CHIP.search(layout))))
   return found
 
 

@@ -178,9 +178,29 @@ def test_a_draft_of_another_class(user, plain):
   assert_is_plain(records_of(user / 'language_model_out'), plain['plain'])
 
 
+# Sizes of a network; what T5X's has no option for must be as it is there.
+DESCRIBE = """
+import dataclasses
+
+CONSTANTS = {
+    'relative_bias_per_layer': False, 'relative_attention_num_buckets': 32,
+    'relative_attention_max_distance': 128, 'layer_norm_epsilon': 1e-6,
+    'scale_logits_via_embedding': True,
+}
+
+
+def sizes(config):
+  found = dataclasses.asdict(config)
+  # Ours has float32 in any case.
+  assert not found.pop('float32_attention_logits', False)
+  for name, value in CONSTANTS.items():
+    assert found.pop(name, value) == value
+  return {name: str(value) if name == 'dtype' else value for name, value in found.items()}
+"""
+
 # Prints, for each list of files and bindings, the sizes of the networks, or what gin says.
-BUILD = """
-import dataclasses, json, sys
+BUILD = DESCRIBE + """
+import json, sys
 import gin
 from t5x import gin_utils
 from t5x.infer import infer  # T5X's files name it `__main__.infer`.
@@ -188,13 +208,6 @@ from t5x.infer import infer  # T5X's files name it `__main__.infer`.
 
 def value(name):
   return gin.query_parameter(name).scoped_configurable_fn()
-
-
-def sizes(config):
-  found = dataclasses.asdict(config)
-  # Ours has float32 in any case.
-  assert not found.pop('float32_attention_logits', False)
-  return {name: str(value) if name == 'dtype' else value for name, value in found.items()}
 
 
 def build(files, bindings):
@@ -354,8 +367,8 @@ def test_names_of_t5x_keep_their_meaning_beside_ours(user, of_t5x):
 
 
 def test_every_pair_without_t5x(tmp_path, of_ours, of_t5x):
-  code = """
-import dataclasses, json, sys
+  code = DESCRIBE + """
+import json, sys
 sys.modules['t5x'] = None
 import gin
 from speculative_t5x import gin_command, infer
@@ -369,9 +382,7 @@ for name in json.loads(sys.argv[1]):
       '--gin.TASK_FEATURE_LENGTHS={"inputs": 8, "targets": 8}']))
   value = lambda key: gin.query_parameter(f'load_pair.{key}').scoped_configurable_fn()
   found[name] = {'gamma': value('gamma'), 'vocabulary': value('vocabulary_path')} | {
-      side: {key: str(size) if key == 'dtype' else size
-             for key, size in dataclasses.asdict(value(side)).items()}
-      for side in ('target', 'draft')}
+      side: sizes(value(side)) for side in ('target', 'draft')}
 print(json.dumps(found))
 """
   done = python(tmp_path, '-c', code, json.dumps([*PAIRS, 'demo']))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from speculative_t5x import gin_command
 from speculative_t5x import infer as standalone
 from speculative_t5x.demo import tasks as demo_tasks
 from speculative_t5x.pair import load_pair
@@ -233,7 +234,7 @@ def test_scores_are_log_likelihoods_of_our_network(outputs, scored):
   assert [record['inputs'] for record in outputs['score']] == [
       {'inputs_pretokenized': inputs, 'targets_pretokenized': targets}
       for inputs, targets in scored]
-  standalone.configure(standalone.parse([
+  gin_command.configure(standalone.parse([
       '--gin_file=gin_configs/models/demo.gin', '--gin_file=gin_configs/models/pair_standalone.gin'
   ]))
   pair = load_pair()
