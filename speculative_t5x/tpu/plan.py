@@ -74,8 +74,8 @@ class Program:
     output_bytes: results that are no inputs.
     traffic_bytes: moved to and from memory in one run, loops counted once.
     flops: operations in one run, loops counted once.
-    seconds: the compiler's estimate, or the time that traffic and operations take at the chip's
-      best, if that is longer or the compiler has no estimate.
+    seconds: the compiler's estimate where it has one of every operation, otherwise the time that
+      traffic and operations take at the chip's best.
     collectives: by kind.
   """
 
@@ -233,8 +233,7 @@ class Planner:
     for kinds in hlo.collectives(text).values():
       for kind, count in kinds.items():
         counts[kind] = counts.get(kind, 0) + count
-    # Negative where the compiler has no cost model of some operation.
-    estimate = float(cost.get('optimal_seconds', 0.0))
+    estimate = float(cost.get('optimal_seconds', 0.0)) if self.chip.has_cost_model else 0.0
     seconds = max(traffic / self.chip.hbm_bytes_a_second, flops / self.chip.flops)
     return Program(
         argument_bytes=memory.argument_size_in_bytes, temporary_bytes=memory.temp_size_in_bytes,
