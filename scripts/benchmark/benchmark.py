@@ -142,7 +142,9 @@ def load_transformers(folder):
   for name in ('target', 'draft'):
     [checkpoint] = (DEMO / name).glob('checkpoint_*')
     convert.convert(checkpoint, folder / name, 'huggingface')
-    models[name] = transformers.T5ForConditionalGeneration.from_pretrained(folder / name).eval()
+    # The checkpoints are in bfloat16, and would be decoded in it.
+    models[name] = transformers.T5ForConditionalGeneration.from_pretrained(
+        folder / name, dtype=torch.float32).eval()
     # Its generation makes room in the decoder's cache for as many layers as the encoder has.
     models[name].config.num_layers = models[name].config.num_decoder_layers
   return models
