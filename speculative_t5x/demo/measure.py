@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from speculative_t5x import timing
 from speculative_t5x.demo.results import Sentence, StepTimes, TaskResult, rounds_of_row
 from speculative_t5x.errors import UserError
-from speculative_t5x.pair import Model, Pair, tokens_to_logits
+from speculative_t5x.measure import run, subject
+from speculative_t5x.pair import Model, Pair
 from speculative_t5x.sampling import SamplingRule
 
 # Longest input and longest output, in tokens. A text takes the first row it fits into, so that
@@ -173,20 +175,15 @@ def measure_steps(pair: Pair, gamma: int, example: Example, *, repeats: int = 30
   """
   sizes = (example.tokens.shape[1], example.max_length, pair.vocabulary.size)
   loop, rounds = _loop(pair, gamma, example)
-  runs = [
-      (_steps(pair.target, 1, gamma, *sizes), _STEPS_A_TIMING),
-      (_steps(pair.target, gamma + 1, gamma, *sizes), _STEPS_A_TIMING),
-      (_steps(pair.draft, 1, gamma, *sizes), _STEPS_A_TIMING),
-      (loop, rounds),
-  ]
-  times = [[] for _ in runs]
-  for repeat in range(repeats + 1):
-    for (run, count), taken in zip(runs, times, strict=True):
-      start = time.perf_counter()
-      jax.block_until_ready(run())
-      if repeat:  # The first run compiles.
-        taken.append((time.perf_counter() - start) / count)
-  return StepTimes(*(statistics.median(taken) for taken in times), gamma=gamma)
+  times = timing.race({
+      'target': _steps(pair.target, 1, gamma, *sizes),
+      'target_verify': _steps(pair.target, gamma + 1, gamma, *sizes),
+      'draft': _steps(pair.draft, 1, gamma, *sizes), 'round': loop,
+  }, repeats)
+  return StepTimes(gamma=gamma, **{
+      name: statistics.median(taken) / (rounds if name == 'round' else run.STEPS_A_TIMING)
+      for name, taken in times.items()
+  })
 
 
 def typical(examples: Mapping[str, Sequence[Example]]) -> Example:
@@ -199,32 +196,13 @@ def typical(examples: Mapping[str, Sequence[Example]]) -> Example:
   return max(usual or every, key=lambda example: np.count_nonzero(example.tokens))
 
 
-# Steps are timed several at a time inside one program, or the time to start a program, which the
-# decoding loop does not pay, would be counted as the small draft's own.
-_STEPS_A_TIMING = 16
-
-
 def _steps(
     model: Model, num_tokens: int, gamma: int, input_length: int, max_length: int, vocab_size: int
 ) -> Callable[[], jax.Array]:
-  """A function that runs `_STEPS_A_TIMING` decode steps, each on the tokens of the one before."""
+  """A function that runs several decode steps on one row; see `measure.run.steps`."""
   inputs = jnp.ones((1, input_length), jnp.int32)
-  slots = max_length + gamma + 1
-  cache = model.module.apply({'params': model.params}, inputs, slots, method='init_cache')
-
-  @jax.jit
-  def program(params, cache):
-    step = tokens_to_logits(model.module, params, vocab_size)
-
-    def body(_, carry):
-      tokens, cache = carry
-      logits, cache = step(tokens, jnp.full(1, max_length // 2, jnp.int32), cache)
-      return jnp.argmax(logits, -1).astype(jnp.int32), cache
-
-    tokens = jnp.ones((1, num_tokens), jnp.int32)
-    return jax.lax.fori_loop(0, _STEPS_A_TIMING, body, (tokens, cache))[0]
-
-  return lambda: program(model.params, cache)
+  found = subject.model_steps(model, inputs, max_length + gamma + 1, vocab_size)
+  return run.steps(found, num_tokens, 1, max_length // 2)
 
 
 def _loop(pair: Pair, gamma: int, example: Example) -> tuple[Callable[[], jax.Array], int]:

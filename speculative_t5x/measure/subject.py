@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from speculative_t5x import decoding
-from speculative_t5x.pair import Pair, tokens_to_logits
+from speculative_t5x.pair import Model, Pair, tokens_to_logits
 from speculative_t5x.sampling import SamplingRule
 
 
@@ -114,19 +114,30 @@ class PairSubject:
 
   def models(self, batch: int, slots: int) -> dict[str, ModelSteps]:
     """See `Subject.models`."""
-    inputs = jnp.asarray(self.batches[batch])
-
-    def steps(model):
-      step = lambda params, *args: tokens_to_logits(
-          model.module, params, self.pair.vocabulary.size)(*args)
-      encode = lambda params: model.module.apply(
-          {'params': params}, inputs, slots, method='init_cache')
-      return ModelSteps(model.params, encode, step)
-
+    steps = lambda model: model_steps(
+        model, jnp.asarray(self.batches[batch]), slots, self.pair.vocabulary.size)
     found = {'target': steps(self.pair.target)}
     if self.pair.draft is not None and self.pair.drafter.has_model:
       found['draft'] = steps(self.pair.draft)
     return found
+
+
+def model_steps(model: Model, inputs: jax.Array, slots: int, vocab_size: int) -> ModelSteps:
+  """A network's steps on one batch.
+
+  Args:
+    model: the network.
+    inputs: int32 `[B, S]`, padded with 0.
+    slots: places of its cache.
+    vocab_size: logits beyond it are cut off.
+
+  Returns:
+    The steps.
+  """
+  step = lambda params, *args: tokens_to_logits(model.module, params, vocab_size)(*args)
+  encode = lambda params: model.module.apply(
+      {'params': params}, inputs, slots, method='init_cache')
+  return ModelSteps(model.params, encode, step)
 
 
 def slots_for(max_length: int, gamma: int) -> int:
