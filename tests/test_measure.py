@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -177,6 +179,18 @@ def test_bad_settings_are_one_line_and_exit_code_2(arguments, named, tmp_path, c
   error = capsys.readouterr().err
   assert code == 2 and error.startswith('error: ') and named in error and error.count('\n') == 1
   assert not (tmp_path / 'out').exists()
+
+
+def test_the_command_reads_the_files_of_inference(tmp_path):
+  """In a process that has imported nothing else."""
+  (tmp_path / 'in.txt').write_text('restore: a\n', encoding='utf-8')
+  done = subprocess.run(
+      [sys.executable, '-m', 'speculative_t5x.measure', DEMO, f'--input={tmp_path / "in.txt"}',
+       f'--output_dir={tmp_path / "out"}', '--batch_size', '9'],
+      text=True, capture_output=True, check=False)
+  assert done.returncode == 2
+  assert done.stderr.splitlines()[-1] == (
+      'error: --input: expected at least --batch_size 9 texts, found 1')
 
 
 def test_a_gamma_of_0_is_refused(demo):

@@ -17,6 +17,8 @@ import numpy as np
 from rich.console import Console
 from rich.markdown import Markdown
 
+# Files for inference bind it.
+import speculative_t5x.infer  # noqa: F401
 from speculative_t5x import gin_command
 from speculative_t5x import inputs as inputs_lib
 from speculative_t5x.errors import UserError
