@@ -168,7 +168,9 @@ def test_files_of_a_readme_command_exist(block):
   assert files
   for file in files:
     path = ROOT / file
-    assert path.is_file() or path.with_suffix('.py').is_file() or (path / '__main__.py').is_file()
+    # A file, a module, a package, or a checkpoint.
+    candidates = [path, path.with_suffix('.py'), path / '__main__.py', path / 'checkpoint']
+    assert any(candidate.is_file() for candidate in candidates), file
 
 
 @pytest.mark.parametrize('path', ['scripts/quickstart.sh', 'scripts/test.sh', '.ci/run'])

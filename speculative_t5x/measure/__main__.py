@@ -14,8 +14,6 @@ from collections.abc import Sequence
 
 import gin
 import numpy as np
-from rich.console import Console
-from rich.markdown import Markdown
 
 # Files for inference bind it.
 import speculative_t5x.infer  # noqa: F401
@@ -59,7 +57,7 @@ def finish(subject: Subject, args: argparse.Namespace) -> Measurement:
   tell = lambda message: print(message, file=sys.stderr, flush=True)
   found = measure(subject, args.gammas, args.repeats, tell)
   files = report.write(found, args.output_dir)
-  Console().print(Markdown(files[1].read_text(encoding='utf-8')))
+  print(files[1].read_text(encoding='utf-8'))
   for path in files:
     print(path)
   return found
