@@ -15,8 +15,6 @@ from collections.abc import Sequence
 import gin
 import numpy as np
 
-# Files for inference bind it.
-import speculative_t5x.infer  # noqa: F401
 from speculative_t5x import gin_command
 from speculative_t5x import inputs as inputs_lib
 from speculative_t5x.errors import UserError
@@ -93,6 +91,9 @@ def batches_of(
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command; returns the exit code."""
+  # Files for inference bind it. T5X's have another of that name, in its own command.
+  import speculative_t5x.infer  # noqa: F401
+
   def command():
     parser = argparse.ArgumentParser(
         prog='python -m speculative_t5x.measure', description=__doc__.splitlines()[0],
