@@ -4,6 +4,7 @@ import argparse
 import ast
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import gin
 
@@ -69,6 +70,30 @@ def _quote_words(bindings: list[str]) -> list[str]:
         value = repr(value)
     quoted.append(f'{name} = {value}')
   return quoted
+
+
+def macro(name: str) -> Any:
+  """The value of a gin macro, a reference as `gin.config.ConfigurableReference`.
+
+  Raises:
+    UserError: there is none.
+  """
+  try:
+    return gin.query_parameter(f'%{name}')
+  except ValueError as error:
+    raise UserError(f'gin: expected a macro {name}, found none') from error
+
+
+def reference(name: str, kind: str) -> gin.config.ConfigurableReference:
+  """A gin macro that must be a reference; `kind` says to what, for the message.
+
+  Raises:
+    UserError: there is no such macro, or it is no reference.
+  """
+  found = macro(name)
+  if not isinstance(found, gin.config.ConfigurableReference):
+    raise UserError(f'gin macro {name}: expected a {kind}, found {found!r}')
+  return found
 
 
 def run(command: Callable[[], int]) -> int:

@@ -26,9 +26,8 @@ from speculative_t5x.beam_tree import BeamModel, BeamRows, rows_of_calls
 from speculative_t5x.drafters import DrafterConfig
 from speculative_t5x.drafters.ngram import NgramTable
 from speculative_t5x.errors import UserError
-from speculative_t5x.network import T5Config, Transformer
+from speculative_t5x.network import T5Config, Transformer, tokens_to_logits
 from speculative_t5x.sampling import SamplingRule
-from speculative_t5x.step import TokensToLogits
 from speculative_t5x.verification import VerificationRule
 
 # Not `…network.T5Config`: T5X's gin files and command lines call theirs `network.T5Config`.
@@ -52,21 +51,6 @@ class Model:
   def num_parameters(self) -> int:
     """How many numbers `params` holds."""
     return sum(x.size for x in jax.tree.leaves(self.params))
-
-
-def tokens_to_logits(module: Transformer, params: Any, vocab_size: int) -> TokensToLogits:
-  """The decode step of `module`, its logits cut to the vocabulary.
-
-  Rows of the embedding beyond the vocabulary are padding: they get no probability, and a target
-  and a draft padded differently agree on `V`.
-  """
-  def step(tokens, positions, cache):
-    logits, cache = module.apply(
-        {'params': params}, tokens, positions, cache, method='decode_step'
-    )
-    return logits[..., :vocab_size], cache
-
-  return step
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

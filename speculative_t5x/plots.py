@@ -156,12 +156,9 @@ def against_gamma(
   Returns:
     `path`.
   """
-  found = axes(title, 'gamma', ylabel)
-  for label, values in curves.items():
-    found.plot(list(values), list(values.values()), 'o-', label=label)
+  found = _with_curves(axes(title, 'gamma', ylabel), curves)
   found.set_xticks(sorted({gamma for values in curves.values() for gamma in values}))
   found.set_ylim(bottom=0)
-  found.legend()
   return save(found, path)
 
 
@@ -177,9 +174,15 @@ def by_position(
   Returns:
     `path`.
   """
-  found = axes('Drafts accepted up to a position', 'position in the round', 'share')
+  found = _with_curves(
+      axes('Drafts accepted up to a position', 'position in the round', 'share'), curves)
+  found.set_ylim(0, 1.02)
+  return save(found, path)
+
+
+def _with_curves(found, curves):
+  """Draws values by place, by label, and the legend; returns the axes."""
   for label, values in curves.items():
     found.plot(list(values), list(values.values()), 'o-', label=label)
-  found.set_ylim(0, 1.02)
   found.legend()
-  return save(found, path)
+  return found

@@ -58,6 +58,23 @@ class Toy:
     return found
 
 
+def step_of_each(tables, tokens, positions, cache):
+  """The decode step of one toy an example.
+
+  Args:
+    tables: float `[examples, V, V, V]`, each as `Toy.table`.
+    tokens: int32 `[B, M]`.
+    positions: int32 `[B]`.
+    cache: `tokens` `[B, slots]` as `Toy`'s cache, and the `example` `[B]` of each row.
+  """
+  write = jax.vmap(jax.lax.dynamic_update_slice_in_dim, (0, 0, 0, None))
+  cache = {**cache, 'tokens': write(cache['tokens'], tokens, positions, 0)}
+  index = positions[:, None] + jnp.arange(tokens.shape[1])
+  read = lambda at: jnp.take_along_axis(cache['tokens'], jnp.maximum(at, 0), axis=1)
+  before = jnp.where(index > 0, read(index - 1), 0)
+  return jnp.asarray(tables)[cache['example'][:, None], before, read(index)], cache
+
+
 def chi_square(samples, exact):
   """Pearson's statistic and its degrees of freedom; cells of expectation below 5 are pooled.
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from speculative_t5x import decoding, timing
 from speculative_t5x.drafters import ModelDrafter
-from speculative_t5x.network import T5Config, Transformer
+from speculative_t5x.network import T5Config, Transformer, tokens_to_logits
 from speculative_t5x.sampling import SamplingRule
 from speculative_t5x.widening import widen
 
@@ -51,6 +51,7 @@ def wide_config(config, size, dtype):
 
 def prepare(path):
   """Writes weights and inputs of the demo pair."""
+  from speculative_t5x import training
   from speculative_t5x.demo import tasks
   from speculative_t5x.demo.__main__ import load_demo_pair
 
@@ -63,10 +64,8 @@ def prepare(path):
     config = dataclasses.asdict(model.module.config) | {'dtype': 'float32'}
     arrays[f'{name}/config'] = np.array(json.dumps(config))
   for task in tasks.PREFIXES:
-    texts = [text for text, _ in tasks.examples(tasks.read_pairs(tasks.HELD_OUT), task)]
-    ids = [[*pair.vocabulary.encode(text), pair.vocabulary.eos_id] for text in texts]
-    ids = tasks.spread([row for row in ids if len(row) <= INPUT_LENGTH], 16)
-    arrays[f'inputs/{task}'] = np.array([row + [0] * (INPUT_LENGTH - len(row)) for row in ids])
+    ids = tasks.held_out_ids(pair.vocabulary, task, INPUT_LENGTH, 16)
+    arrays[f'inputs/{task}'] = training.pad(ids, INPUT_LENGTH)
   arrays['vocab_size'] = np.array(pair.vocabulary.size)
   np.savez(path, **arrays)
 
@@ -81,15 +80,6 @@ def load(path, name, size, dtype):
   params = widen(flax.traverse_util.unflatten_dict(flat, sep='/'), config, wide,
                  jax.random.key(0), dtype=dtype)
   return Transformer(wide), params
-
-
-def tokens_to_logits(module, params, vocab_size):
-  def step(tokens, positions, cache):
-    logits, cache = module.apply(
-        {'params': params}, tokens, positions, cache, method='decode_step')
-    return logits[..., :vocab_size], cache
-
-  return step
 
 
 def decode(models, vocab_size, gamma, rule, params, inputs, key):
@@ -145,7 +135,7 @@ def run(args):
   environment = {'device': device.device_kind, 'jax': jax.__version__, 'flax': flax.__version__}
   with np.load(args.pair) as arrays:
     vocab_size = int(arrays['vocab_size'])
-    inputs = {key.removeprefix('inputs/'): arrays[key][: args.num_inputs].astype(np.int32)
+    inputs = {key.removeprefix('inputs/'): arrays[key][: args.num_inputs]
               for key in arrays if key.startswith('inputs/')}
   for size in args.sizes:
     models, params = {}, {}

@@ -46,9 +46,7 @@ DEMO = pathlib.Path(paths.resolve('speculative_t5x/demo'))
 
 def held_out(pair, task, count):
   """Inputs int32 `[count, LENGTH]`, evenly spread over the sentences that fit."""
-  texts = [text for text, _ in tasks.examples(tasks.read_pairs(tasks.HELD_OUT), task)]
-  ids = [[*pair.vocabulary.encode(text), pair.vocabulary.eos_id] for text in texts]
-  return training.pad(tasks.spread([row for row in ids if len(row) <= LENGTH], count), LENGTH)
+  return training.pad(tasks.held_out_ids(pair.vocabulary, task, LENGTH, count), LENGTH)
 
 
 def own_ways(subject, index, gammas):

@@ -54,9 +54,7 @@ def main():
   parser.add_argument('--repeats', type=int, default=3)
   args = parser.parse_args()
   pair = load_demo_pair()
-  texts = [text for text, _ in tasks.examples(tasks.read_pairs(tasks.HELD_OUT), 'restoration')]
-  ids = [[*pair.vocabulary.encode(text), pair.vocabulary.eos_id] for text in texts]
-  ids = tasks.spread([row for row in ids if len(row) <= INPUT_LENGTH], max(BATCHES))
+  ids = tasks.held_out_ids(pair.vocabulary, 'restoration', INPUT_LENGTH, max(BATCHES))
   inputs = training.pad(ids, INPUT_LENGTH)
   endless = dataclasses.replace(pair, vocabulary=Endless(pair.vocabulary))
   records = []

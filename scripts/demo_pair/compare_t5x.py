@@ -45,9 +45,7 @@ def t5x_model(config, vocabulary, own):
 
 def batches(pair, task, batch_size, count):
   """Encoder inputs int32 `[batch_size, S]` of held-out sentences that fit, evenly spread."""
-  texts = [text for text, _ in tasks.examples(tasks.read_pairs(tasks.HELD_OUT), task)]
-  ids = [[*pair.vocabulary.encode(text), pair.vocabulary.eos_id] for text in texts]
-  ids = tasks.spread([row for row in ids if len(row) <= LENGTHS['inputs']], count)
+  ids = tasks.held_out_ids(pair.vocabulary, task, LENGTHS['inputs'], count)
   return [training.pad(ids[i : i + batch_size], LENGTHS['inputs'])
           for i in range(0, len(ids) - batch_size + 1, batch_size)]
 

@@ -4,6 +4,11 @@ import csv
 import gzip
 import pathlib
 import re
+from typing import TypeVar
+
+from speculative_t5x.vocabularies import Vocabulary
+
+T = TypeVar('T')
 
 ASSETS = pathlib.Path(__file__).parent
 HELD_OUT = ASSETS / 'data' / 'test_libreoffice.tsv.gz'
@@ -41,7 +46,26 @@ def examples(pairs: list[tuple[str, str]], task: str) -> list[tuple[str, str]]:
   return [(RESTORE + heard, english) for heard, english in found if heard]
 
 
-def spread(found: list[tuple[str, str]], count: int) -> list[tuple[str, str]]:
+def held_out_ids(
+    vocabulary: Vocabulary, task: str, longest: int, count: int
+) -> list[list[int]]:
+  """Token ids of held-out inputs, EOS included, evenly spread over those that fit.
+
+  Args:
+    vocabulary: of the demo pair.
+    task: 'restoration' or 'translation'.
+    longest: tokens that an input has at most.
+    count: inputs at most.
+
+  Returns:
+    The ids of each.
+  """
+  texts = [text for text, _ in examples(read_pairs(HELD_OUT), task)]
+  ids = [[*vocabulary.encode(text), vocabulary.eos_id] for text in texts]
+  return spread([row for row in ids if len(row) <= longest], count)
+
+
+def spread(found: list[T], count: int) -> list[T]:
   """`count` of the examples, evenly spread: neighbours come from one page and are alike."""
   step = max(1, len(found) // count)
   return found[::step][:count]

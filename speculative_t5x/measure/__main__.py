@@ -12,7 +12,6 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-import gin
 import numpy as np
 
 from speculative_t5x import gin_command
@@ -61,18 +60,6 @@ def finish(subject: Subject, args: argparse.Namespace) -> Measurement:
   return found
 
 
-def macro(name: str) -> object:
-  """The value of a gin macro.
-
-  Raises:
-    UserError: there is none.
-  """
-  try:
-    return gin.query_parameter(f'%{name}')
-  except ValueError as error:
-    raise UserError(f'gin: expected a macro {name}, found none') from error
-
-
 def batches_of(
     pair: Pair, texts: Sequence[str], length: int, batch_size: int
 ) -> list[np.ndarray]:
@@ -103,12 +90,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = gin_command.parse(parser, arguments)
     configure(args)
     examples, _ = inputs_lib.read_file(args.input)
-    texts = [macro('PREFIX') + example.inputs for example in itertools.islice(
+    texts = [gin_command.macro('PREFIX') + example.inputs for example in itertools.islice(
         (example for example in examples if example.inputs), args.num_inputs)]
     if len(texts) < args.batch_size:
       raise UserError(
           f'--input: expected at least --batch_size {args.batch_size} texts, found {len(texts)}')
-    lengths = macro('TASK_FEATURE_LENGTHS')
+    lengths = gin_command.macro('TASK_FEATURE_LENGTHS')
     pair = load_pair()
     finish(PairSubject(
         pair, batches_of(pair, texts, lengths['inputs'], args.batch_size), lengths['targets'],

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from speculative_t5x import analysis, timing
+from speculative_t5x.decoding import cache_slots
 from speculative_t5x.errors import UserError
 from speculative_t5x.measure import acceptance
-from speculative_t5x.measure.subject import ModelSteps, Subject, slots_for
+from speculative_t5x.measure.subject import ModelSteps, Subject
 
 # Steps are timed several at a time inside one program, or the time to start a program, which the
 # decoding loop does not pay, would be counted as the small draft's own.
@@ -201,7 +202,7 @@ def measure(
 
 def _paths(subject, batch, sequences):
   """Paths of a batch's texts by draft temperature; None is the draft's own rule."""
-  models = subject.models(batch, slots_for(sequences.shape[1], 0))
+  models = subject.models(batch, cache_slots(sequences.shape[1], 0))
   if 'draft' not in models:
     return {}
   logits = acceptance.logits_along(models['target'], models['draft'], sequences)
@@ -237,7 +238,7 @@ def measure_costs(
   Returns:
     The costs; None when no model drafts.
   """
-  models = subject.models(batch, slots_for(subject.max_length, max(ways)))
+  models = subject.models(batch, cache_slots(subject.max_length, max(ways)))
   if 'draft' not in models:
     return None
   rows, _ = subject.shapes[batch]

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from speculative_t5x import decoding
-from speculative_t5x.pair import Model, Pair, tokens_to_logits
+from speculative_t5x.network import tokens_to_logits
+from speculative_t5x.pair import Model, Pair
 from speculative_t5x.sampling import SamplingRule
 
 
@@ -138,8 +138,3 @@ def model_steps(model: Model, inputs: jax.Array, slots: int, vocab_size: int) ->
   encode = lambda params: model.module.apply(
       {'params': params}, inputs, slots, method='init_cache')
   return ModelSteps(model.params, encode, step)
-
-
-def slots_for(max_length: int, gamma: int) -> int:
-  """Slots that let every call of a measurement write in place."""
-  return decoding.cache_slots(max_length, gamma)

@@ -8,6 +8,8 @@ see `Transformer.decode_step`.
 width of the residual stream, `V` the rows of the embedding.
 """
 
+from typing import Any
+
 import flax
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from flax import linen as nn
 from speculative_t5x.network import layers
 from speculative_t5x.network.config import T5Config
 from speculative_t5x.rows import write_rows
+from speculative_t5x.step import TokensToLogits
 
 
 @flax.struct.dataclass
@@ -363,3 +366,18 @@ class Transformer(nn.Module):
 def padding_bias(encoder_input_tokens: jax.Array) -> jax.Array:
   """float32 `[B, 1, 1, S]`: 0 where there is a token, a large negative number on padding."""
   return jnp.where(encoder_input_tokens > 0, 0.0, layers.MASKED)[:, None, None, :]
+
+
+def tokens_to_logits(module: Transformer, params: Any, vocab_size: int) -> TokensToLogits:
+  """The decode step of `module`, its logits cut to the vocabulary.
+
+  Rows of the embedding beyond the vocabulary are padding: they get no probability, and a target
+  and a draft padded differently agree on `V`.
+  """
+  def step(tokens, positions, cache):
+    logits, cache = module.apply(
+        {'params': params}, tokens, positions, cache, method='decode_step'
+    )
+    return logits[..., :vocab_size], cache
+
+  return step

@@ -156,7 +156,7 @@ def subject_of(found: Configured, num_inputs: int, batch_size: int) -> ModelSubj
       model, found.restore_checkpoint_cfg, examples.element_spec, batch_size, found.partitioner,
       found.use_orbax)
   values = lambda prefix: [
-      command.macro(prefix + name) for name in ('TEMPERATURE', 'TOPK', 'TOPP')]
+      gin_command.macro(prefix + name) for name in ('TEMPERATURE', 'TOPK', 'TOPP')]
   rule = SamplingRule(*values(''))
   return ModelSubject(
       model, state.params, batches, rule, rule.override(*values('DRAFT_')), found.partitioner)

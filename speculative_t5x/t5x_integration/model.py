@@ -9,7 +9,6 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-import gin
 import jax
 import jax.numpy as jnp
 from flax import core as flax_core
@@ -17,6 +16,7 @@ from flax.linen import partitioning as flax_partitioning
 from t5x import models
 
 from speculative_t5x import decoding as core_decoding
+from speculative_t5x import gin_command
 from speculative_t5x.drafters import DrafterConfig
 from speculative_t5x.drafters.ngram import NgramTable
 from speculative_t5x.errors import UserError
@@ -243,11 +243,6 @@ def model_in_scope(macro: str = 'MODEL') -> models.BaseTransformerModel:
   Raises:
     UserError: there is no such macro, or it is no reference.
   """
-  try:
-    reference = gin.query_parameter(f'%{macro}')
-  except ValueError as error:
-    raise UserError(f'gin: expected a macro {macro}, found none') from error
-  if not isinstance(reference, gin.config.ConfigurableReference):
-    raise UserError(f'gin macro {macro}: expected a reference such as '
-                    f'@models.EncoderDecoderModel(), found {reference!r}')
+  reference = gin_command.reference(
+      macro, 'reference such as @models.EncoderDecoderModel()')
   return reference.configurable.wrapper()

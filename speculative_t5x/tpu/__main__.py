@@ -13,7 +13,6 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-import gin
 from rich.console import Console
 from rich.table import Table
 
@@ -33,13 +32,7 @@ def network_of(name: str, dtype: str) -> T5Config:
   Raises:
     UserError: there is none.
   """
-  try:
-    reference = gin.query_parameter(f'%{name}')
-  except ValueError as error:
-    raise UserError(f'gin: expected a macro {name}, found none') from error
-  if not isinstance(reference, gin.config.ConfigurableReference):
-    raise UserError(
-        f'gin macro {name}: expected a network such as @T5Config(), found {reference!r}')
+  reference = gin_command.reference(name, 'network such as @T5Config()')
   return dataclasses.replace(reference.scoped_configurable_fn(), dtype=dtype)
 
 

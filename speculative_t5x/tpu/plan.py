@@ -19,11 +19,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from speculative_t5x import analysis, decoding
 from speculative_t5x.errors import UserError
-from speculative_t5x.network import T5Config, Transformer
-from speculative_t5x.pair import Model, Pair, tokens_to_logits
+from speculative_t5x.network import T5Config, Transformer, tokens_to_logits
+from speculative_t5x.pair import Model, Pair
 from speculative_t5x.sampling import SamplingRule
 from speculative_t5x.tpu import hlo
-from speculative_t5x.tpu.chips import Chip, chip_of
+from speculative_t5x.tpu.chips import chip_of
 
 # Model parallelism by heads, feed-forward units and vocabulary, as T5X's standard rules have it.
 RULES = (
@@ -307,12 +307,11 @@ def topology_devices(topology: str) -> Sequence[jax.Device]:
     raise UserError(f'--topology: expected a TPU slice, found {topology} ({message})') from error
 
 
-def plan(request: Request, chip: Chip | None = None) -> Plan:
+def plan(request: Request) -> Plan:
   """Compiles all programs of a request.
 
   Args:
     request: what to plan.
-    chip: None is the topology's.
 
   Returns:
     The plan.
@@ -321,7 +320,7 @@ def plan(request: Request, chip: Chip | None = None) -> Plan:
     UserError: see `Planner`; `DoesNotFit` where the compiler finds so.
   """
   planner = Planner(request)
-  chip = chip or planner.chip
+  chip = planner.chip
   programs = {}
   for name, (found, _) in {
       'speculative': planner.decode(request.gamma, request.batch_size),
