@@ -4,8 +4,9 @@ Times are medians of runs in turns, see `timing.race`; B is the batch, M the tok
 """
 
 import dataclasses
+import functools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,9 @@ from speculative_t5x.errors import UserError
 from speculative_t5x.measure import acceptance
 from speculative_t5x.measure.subject import ModelSteps, Subject
 
-# Steps are timed several at a time inside one program, or the time to start a program, which the
-# decoding loop does not pay, would be counted as the small draft's own.
-STEPS_A_TIMING = 16
+# Steps are timed many at a time inside one program: its start, and reading the weights back into
+# the processor's cache, are nothing that a step of the decoding loop pays.
+STEPS_A_TIMING = 64
 
 # Temperatures that the draft is tried with when the target samples, in units of the target's.
 DRAFT_TEMPERATURES = (0.0, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25)
@@ -165,8 +166,11 @@ def measure(
   paths = []
   plain, results, seconds = [], {gamma: [] for gamma in ways}, {gamma: [] for gamma in ways}
   tempered: dict[float, list[acceptance.Path]] = {}
-  for batch in range(len(subject.shapes)):
-    on_progress(f'batch {batch + 1} of {len(subject.shapes)}')
+  num_batches = len(subject.shapes)
+  parts = parts_of(subject, _usual_batch(subject), ways)
+  alone = {part: [] for part in parts}
+  for batch in range(num_batches):
+    on_progress(f'batch {batch + 1} of {num_batches}')
     programs = {gamma: subject.program(batch, gamma) for gamma in ways}
     runs = {
         gamma: (lambda program=program, batch=batch: subject.run(program, batch))
@@ -175,6 +179,11 @@ def measure(
     for gamma, times in timing.race(runs, repeats).items():
       seconds[gamma].append(times)
       results[gamma].append(jax.tree.map(np.asarray, runs[gamma]()))
+    # Spread over the batches: a machine that is faster for a while is faster for both.
+    due = lambda batch: batch * max(repeats, 10) // num_batches
+    if due(batch + 1) > due(batch):
+      for part, times in timing.race(parts, due(batch + 1) - due(batch)).items():
+        alone[part] += times
     plain.append(results[0][-1].sequences)
     found = _paths(subject, batch, plain[-1])
     paths.append(found.pop(None, []))
@@ -182,8 +191,7 @@ def measure(
       tempered.setdefault(temperature, []).extend(tried)
   if not any(np.any(sequences) for sequences in plain):
     raise UserError('inputs: expected some that the target answers, found none')
-  on_progress('single steps')
-  costs = measure_costs(subject, _usual_batch(subject), ways, max(repeats, 10))
+  costs = costs_of(alone) if parts else None
   every = [path for found in paths for path in found]
   alpha = acceptance.alpha(every) if every else None
   summed = [
@@ -224,37 +232,48 @@ def _usual_batch(subject: Subject) -> int:
   return subject.shapes.index(statistics.mode(subject.shapes))
 
 
-def measure_costs(
-    subject: Subject, batch: int, ways: Sequence[int], repeats: int
-) -> Costs | None:
-  """Times the models' parts alone, in the middle of a text.
+def parts_of(
+    subject: Subject, batch: int, ways: Sequence[int]
+) -> dict[tuple[str, int], Callable[[], jax.Array]]:
+  """The models' parts alone, in the middle of a text.
 
   Args:
     subject: the pair.
     batch: whose inputs.
     ways: values of gamma, 0 included.
-    repeats: timed runs of each part.
 
   Returns:
-    The costs; None when no model drafts.
+    Functions to time, by model and tokens of a step, 0 for what comes before the first one. Empty
+    when no model drafts.
   """
   models = subject.models(batch, cache_slots(subject.max_length, max(ways)))
   if 'draft' not in models:
-    return None
+    return {}
   rows, _ = subject.shapes[batch]
-  runs = {}
-  for gamma in ways:
-    runs['target', gamma + 1] = steps(models['target'], gamma + 1, rows, subject.max_length // 2)
-  for count in (1, 2):
-    runs['draft', count] = steps(models['draft'], count, rows, subject.max_length // 2)
+  counts = {'target': [gamma + 1 for gamma in ways], 'draft': [1, 2]}
+  found = {}
   for name, model in models.items():
+    for count in counts[name]:
+      found[name, count] = steps(model, count, rows, subject.max_length // 2)
     encode = jax.jit(model.encode)
-    runs[name, 0] = lambda encode=encode, model=model: encode(model.params)
+    found[name, 0] = functools.partial(encode, model.params)
+  return found
+
+
+def costs_of(seconds: Mapping[tuple[str, int], Sequence[float]]) -> Costs:
+  """The parts' costs.
+
+  Args:
+    seconds: of every run of `parts_of`.
+
+  Returns:
+    Medians of a single step.
+  """
   found = {
-      key: statistics.median(times) / (STEPS_A_TIMING if key[1] else 1)
-      for key, times in timing.race(runs, repeats).items()
+      part: statistics.median(times) / (STEPS_A_TIMING if part[1] else 1)
+      for part, times in seconds.items()
   }
-  by = lambda name: {key[1]: value for key, value in found.items() if key[0] == name and key[1]}
+  by = lambda name: {part[1]: value for part, value in found.items() if part[0] == name and part[1]}
   return Costs(by('target'), by('draft'), found['target', 0], found['draft', 0])
 
 
