@@ -21,18 +21,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import flax
+import jax
 import numpy as np
 
-from speculative_t5x import huggingface, layouts
+from speculative_t5x import huggingface, layouts, reading
 from speculative_t5x.errors import UserError
-from speculative_t5x.stored import (
-    READS_AT_ONCE,
-    StoredArray,
-    cast,
-    is_minimal,
-    minimal_tree,
-    read_all,
-)
+from speculative_t5x.stored import StoredArray, cast, is_minimal, minimal_tree
 
 # T5X's current version; version 2 differed in writing bfloat16 as uint16 (`t5x/checkpoints.py`).
 VERSION = 3
@@ -40,30 +34,90 @@ VERSION = 3
 # T5X's choice: large enough to be few files, small enough to partition.
 MAX_CHUNK_BYTES = 64 * 1024 * 1024
 
+# Arrays that are written at once.
+WRITES_AT_ONCE = 16
+
+# Where parameters are to be: all alike, a tree of shardings by module name, or a function of a
+# parameter's name (`/` between levels) and shape.
+Shardings = jax.sharding.Sharding | Mapping[str, Any] | reading.ShardingOf
+
 
 def load_params(
-    path: str | os.PathLike, *, like: Mapping[str, Any] | None = None, dtype: Any = None
+    path: str | os.PathLike, *, like: Mapping[str, Any] | None = None, dtype: Any = None,
+    sharding: Shardings | None = None,
 ) -> dict[str, Any]:
   """Reads the parameters of a checkpoint; optimizer states are left unread.
+
+  Beside the parameters themselves little memory is taken, see `reading`; but a checkpoint that is
+  a single msgpack file is read whole.
 
   Args:
     path: a checkpoint directory or file, local or `gs://`.
     like: nested dict of what the parameters must be, with a `shape` at each leaf (arrays or
       `jax.ShapeDtypeStruct`); names and shapes are compared before any array is read.
     dtype: floating dtype to cast floating arrays to; None keeps the stored one.
+    sharding: where to put the parameters; each process reads what its devices are to hold, and no
+      more. A parameter whose sharding is None stays on the host, as do all without this argument.
 
   Returns:
-    Nested dict of numpy arrays (`bfloat16` is that of `ml_dtypes`), by module name. The tree of
-    T5X's scalable network, with stacked layers and an axis of heads, becomes that of its minimal
-    network, unless `like` is laid out as the former.
+    Nested dict by module name: of numpy arrays (`bfloat16` is that of `ml_dtypes`), and
+    `jax.Array`s where there is a sharding. The tree of T5X's scalable network, with stacked layers
+    and an axis of heads, becomes that of its minimal network, unless `like` is laid out as the
+    former.
 
   Raises:
     UserError: nothing at `path`; not a checkpoint; a truncated file; an array or a part of one
-      that is missing; the first parameter, by name, that differs from `like`.
+      that is missing; the first parameter, by name, that differs from `like`; a parameter that
+      `sharding` leaves out, or that does not divide as it says.
   """
+  path = os.path.expanduser(os.fspath(path))
   _, arrays = open_params(path, like=like)
-  params = dict(read_all(os.fspath(path), arrays, dtype=dtype))
+  return read_params(path, arrays, dtype=dtype, sharding=sharding)
+
+
+def read_params(
+    path: str, arrays: Mapping[str, StoredArray], *, like: Mapping[str, Any] | None = None,
+    dtype: Any = None, sharding: Shardings | None = None, to_device: bool = False,
+) -> dict[str, Any]:
+  """`load_params` of a checkpoint that is open.
+
+  Args:
+    path: the checkpoint, for messages.
+    arrays: as from `open_params`.
+    like: as of `load_params`; None if it was given to `open_params`.
+    dtype: as of `load_params`.
+    sharding: as of `load_params`.
+    to_device: whether what has no sharding goes to the default device, uncommitted.
+
+  Returns:
+    As `load_params`.
+
+  Raises:
+    UserError: as `load_params`.
+  """
+  if like is not None:
+    check_shapes(path, arrays, _shapes_of(like))
+  values = reading.read_all(
+      path, arrays, dtype=dtype, sharding_of=_sharding_of(path, arrays, sharding))
+  # One by one, so that no second copy is ever whole. `jnp.asarray` would copy bfloat16.
+  place = jax.device_put if to_device else lambda value: value
+  params = {name: place(value) for name, value in values}
   return flax.traverse_util.unflatten_dict(params, sep='/')
+
+
+def _sharding_of(
+    path: str, arrays: Mapping[str, StoredArray], sharding: Shardings | None
+) -> reading.ShardingOf | None:
+  """`sharding` as a function."""
+  if sharding is None or callable(sharding):
+    return sharding
+  if isinstance(sharding, jax.sharding.Sharding):
+    return lambda name, shape: sharding
+  flat = flax.traverse_util.flatten_dict(flax.core.unfreeze(sharding), sep='/')
+  for name in sorted(flat.keys() ^ arrays.keys()):
+    expected, found = ('no such parameter', 'one') if name in flat else ('one', 'none')
+    raise UserError(f"{path}: sharding of parameter '{name}': expected {expected}, found {found}")
+  return lambda name, shape: flat[name]
 
 
 def check_params(path: str | os.PathLike, like: Mapping[str, Any]) -> None:
@@ -256,7 +310,7 @@ def _write_arrays(
         create=True,
     ).result()
     writes.append(opened.write(array))
-    while len(writes) >= READS_AT_ONCE:
+    while len(writes) >= WRITES_AT_ONCE:
       writes.popleft().result()
   for write in writes:
     write.result()

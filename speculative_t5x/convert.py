@@ -17,10 +17,9 @@ from collections.abc import Iterable, Sequence
 import flax
 import numpy as np
 
-from speculative_t5x import checkpoints, families, huggingface, paths
+from speculative_t5x import checkpoints, families, huggingface, paths, reading
 from speculative_t5x.errors import UserError
 from speculative_t5x.families import Description
-from speculative_t5x.stored import read_all
 
 LAYOUTS = ('t5x', 'huggingface', 'orbax')
 
@@ -46,7 +45,7 @@ def convert(
     raise UserError(f'--to: expected {", ".join(LAYOUTS)}, found {to}')
   with checkpoints.new_folder(destination) as folder:
     found = families.describe(source)
-    values = read_all(found.path, found.arrays)
+    values = reading.read_all(found.path, found.arrays)
     if to == 't5x':
       checkpoints.write_native(folder, values, step=step)
     elif to == 'orbax':

@@ -4,7 +4,8 @@ A Hugging Face folder says everything in `config.json`. A T5X or Orbax checkpoin
 so names and shapes are read: the number of heads is that of the relative biases, whose place says
 whether every layer has its own; logits without `logits_dense` are tied to the embedding, and
 scaled. Shapes do not tell an activation: two kernels `wi_0` and `wi_1` are taken for T5 1.1's gated
-gelu, one `wi` for T5 1.0's relu. Nor do they tell the largest distance (128) and the epsilon of
+gelu, one `wi` for T5 1.0's relu. A network without an encoder whose decoder holds the embedding is
+T5X's decoder-only one. Nor do shapes tell the largest distance (128) and the epsilon of
 layer norms (1e-6), which are the same in all of T5X.
 """
 
@@ -12,16 +13,20 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+
+import flax
+import jax
+import jax.numpy as jnp
 
 from speculative_t5x import checkpoints, huggingface
 from speculative_t5x.errors import UserError
-from speculative_t5x.network import T5Config
+from speculative_t5x.network import DecoderOnly, T5Config
 from speculative_t5x.stored import StoredArray
 from speculative_t5x.vocabularies import Vocabulary
 
-T5_1_0, T5_1_1, MT5, BYT5, UMT5, MADLAD, OTHER = (
-    'T5 1.0', 'T5 1.1', 'mT5', 'ByT5', 'umT5', 'MADLAD-400', 'T5 variant'
+T5_1_0, T5_1_1, MT5, BYT5, UMT5, MADLAD, DECODER_ONLY, OTHER = (
+    'T5 1.0', 'T5 1.1', 'mT5', 'ByT5', 'umT5', 'MADLAD-400', 'decoder-only', 'T5 variant'
 )
 
 # Rows of the embedding, where a family is told by them.
@@ -50,7 +55,10 @@ STANDARD_SIZES = {
         'large': (1536, 16, 64, 36, 12, 3840), 'xl': (2560, 32, 64, 36, 12, 6720),
         'xxl': (4672, 64, 64, 36, 12, 12352),
     },
-    MADLAD: {'3b-mt': (1024, 16, 128, 32, 32, 8192)},
+    MADLAD: {
+        '3b': (1024, 16, 128, 32, 32, 8192), '7b': (2048, 16, 128, 48, 48, 8192),
+        '10b': (2048, 32, 128, 32, 32, 16384),
+    },
 }
 
 # Choices of whoever runs the network; no checkpoint decides them.
@@ -107,7 +115,7 @@ def describe(path: str | os.PathLike) -> Description:
     The description.
 
   Raises:
-    UserError: it is none of these, it is damaged, or its model is not a T5 encoder-decoder.
+    UserError: it is none of these, it is damaged, or its model is no T5.
   """
   path = os.path.expanduser(os.fspath(path))
   if huggingface.is_folder(path):
@@ -135,8 +143,11 @@ def config_of_shapes(path: str, arrays: Mapping[str, StoredArray]) -> T5Config:
     The network.
 
   Raises:
-    UserError: they are of no T5 encoder-decoder.
+    UserError: they are of no T5.
   """
+  if is_decoder_only(arrays):
+    return _decoder_only_config(path, arrays)
+
   def shape(*names: str) -> tuple[int, ...]:
     for name in names:
       if name in arrays and len(arrays[name].shape) == 2:
@@ -177,8 +188,53 @@ def config_of_shapes(path: str, arrays: Mapping[str, StoredArray]) -> T5Config:
   return config
 
 
+def is_decoder_only(arrays: Collection[str]) -> bool:
+  """Whether parameters of these names are of T5X's decoder-only network."""
+  return 'decoder/token_embedder/embedding' in arrays and not any(
+      name.startswith('encoder/') for name in arrays)
+
+
+def _decoder_only_config(path: str, arrays: Mapping[str, StoredArray]) -> T5Config:
+  """`config_of_shapes` of a decoder-only network."""
+  def shape(name: str) -> tuple[int, int]:
+    found = arrays[name].shape if name in arrays else None
+    if found is None or len(found) != 2:
+      raise UserError(f"{path}: parameter '{name}': expected a matrix, as in every decoder-only "
+                      f'T5, found {"none" if found is None else found}')
+    return found
+
+  layers = (re.match(r'decoder/layers_(\d+)/', name) for name in arrays)
+  vocab_size, emb_dim = shape('decoder/token_embedder/embedding')
+  num_heads, num_buckets = shape('decoder/relpos_bias/rel_embedding')
+  joined = shape('decoder/layers_0/self_attention/query/kernel')[1]
+  if not num_heads or joined % num_heads:
+    raise UserError(
+        f"{path}: parameter 'decoder/layers_0/self_attention/query/kernel': expected columns for "
+        f'{num_heads} heads, as the relative biases have, found {joined}')
+  gated = 'decoder/layers_0/mlp/wi_0/kernel' in arrays
+  try:
+    config = T5Config(
+        vocab_size=vocab_size, emb_dim=emb_dim, num_heads=num_heads, head_dim=joined // num_heads,
+        num_encoder_layers=0,
+        num_decoder_layers=1 + max((int(match[1]) for match in layers if match), default=-1),
+        mlp_dim=shape(f'decoder/layers_0/mlp/{"wi_0" if gated else "wi"}/kernel')[1],
+        mlp_activations=('gelu', 'linear') if gated else ('relu',),
+        logits_via_embedding='decoder/logits_dense/kernel' not in arrays,
+        relative_attention_num_buckets=num_buckets,
+    )
+  except ValueError as error:
+    raise UserError(f'{path}: {error}') from error
+  checkpoints.check_shapes(path, arrays, shapes(config))
+  return config
+
+
 def shapes(config: T5Config) -> dict[str, tuple[int, ...]]:
   """The shape of every parameter of a network, by name, `/` between levels."""
+  if config.is_decoder_only:
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    found = jax.eval_shape(DecoderOnly(config).init, jax.random.key(0), tokens)['params']
+    found = flax.traverse_util.flatten_dict(flax.core.unfreeze(found), sep='/')
+    return {name: x.shape for name, x in found.items()}
   return {name: tensor.shape for name, tensor in huggingface.tensors(config).items()}
 
 
@@ -193,6 +249,8 @@ def family_of(config: T5Config, model_type: str | None = None, eos_id: int | Non
   Returns:
     A name of this module, 'T5 variant' for a network that no published model has.
   """
+  if config.is_decoder_only:
+    return DECODER_ONLY
   if config.relative_bias_per_layer:
     return UMT5
   gated_gelu = config.mlp_activations == ('gelu', 'linear') and not config.logits_via_embedding

@@ -6,26 +6,24 @@ embedding is transposed. The embedding is stored as `shared.weight` or as the en
 decoder's `embed_tokens.weight` (MADLAD-400), and tied logits may be stored once more as
 `lm_head.weight`; a copy that differs is refused.
 
-Files are mapped into memory and one tensor is read at a time. Files in a bucket are first copied
-into a temporary folder, each when it is needed.
+Only headers are read until parts of tensors are asked for, locally and in a bucket.
 """
 
+import dataclasses
 import json
-import os
 import pathlib
 import re
-import tempfile
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
-from speculative_t5x import huggingface_config, paths
+from speculative_t5x import huggingface_config, tensor_files
 from speculative_t5x.errors import UserError
 from speculative_t5x.huggingface_config import FolderConfig
 from speculative_t5x.network import T5Config
-from speculative_t5x.stored import StoredArray, one_line
+from speculative_t5x.stored import StoredArray, transposed
+from speculative_t5x.tensor_files import TensorFile
 
 CONFIG = 'config.json'
 GENERATION_CONFIG = 'generation_config.json'
@@ -40,11 +38,8 @@ UNUSED = re.compile(
     r'decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight'
 )
 
-DTYPES = {'F64': 'float64', 'F32': 'float32', 'F16': 'float16', 'BF16': 'bfloat16'}
-
-# transformers' own default for new files, and what is compared at a time.
+# transformers' own default for new files.
 MAX_SHARD_BYTES = 5 * 10**9
-COMPARED_ROWS = 4096
 
 
 class Tensor(NamedTuple):
@@ -121,10 +116,9 @@ def tensors(config: T5Config) -> dict[str, Tensor]:
 
 def is_folder(path: str) -> bool:
   """Whether `path` looks like a Hugging Face folder, by the files in it, local or `gs://`."""
-  if path.startswith('gs://'):
-    return _read(path, CONFIG) is not None
-  folder = pathlib.Path(path)
-  has = lambda *names: any((folder / name).is_file() for name in names)
+  has = lambda *names: any(tensor_files.exists(path, name) for name in names)
+  if tensor_files.is_remote(path):
+    return has(CONFIG)
   return has(CONFIG, SINGLE, INDEX) and not has('checkpoint', '_METADATA')
 
 
@@ -160,49 +154,52 @@ def open_folder(path: str) -> tuple[FolderConfig, dict[str, StoredArray]]:
 
 
 def _stored(path: str, files: '_Files', tensor: Tensor, copies: Iterable[str]) -> StoredArray:
-  """One tensor as an array of ours; `copies` are compared with it when it is read."""
+  """One tensor as an array of ours; parts are compared with those of `copies` when read."""
   shape = tensor.shape[::-1] if tensor.transposed else tensor.shape
-  for name in (tensor.name, *copies):
-    found, stored_as = files.describe(name)
-    if found != shape:
-      raise UserError(
-          f"{path}: tensor '{name}': expected shape {shape} by {CONFIG}, found {found}"
-      )
-    if stored_as not in DTYPES:
-      raise UserError(
-          f"{path}: tensor '{name}': expected a dtype among {', '.join(DTYPES)}, found {stored_as}"
-      )
+  array, *others = (files.array(name, shape) for name in (tensor.name, *copies))
+  if others:
+    array = _compared(path, tensor.name, array, dict(zip(copies, others, strict=True)))
+  return transposed(array) if tensor.transposed else array
 
-  def read():
-    for name in copies:
-      files.check_same(tensor.name, name)
-    array = files.read(tensor.name)
-    return np.ascontiguousarray(array.T) if tensor.transposed else array
 
-  dtype = jnp.dtype(DTYPES[files.describe(tensor.name)[1]])
-  # Nothing happens until it is waited for: one tensor at a time.
-  return StoredArray(tensor.shape, dtype, lambda: read)
+def _compared(
+    path: str, name: str, array: StoredArray, copies: Mapping[str, StoredArray]
+) -> StoredArray:
+  """`array`, of which no part is read that differs from that of a copy."""
+  def start(index, out):
+    shape = [part.stop - part.start for part in index]
+    found = {None: array, **copies}
+    parts = {copy: np.empty(shape, x.dtype) for copy, x in found.items()}
+    waits = [x.start(index, parts[copy]) for copy, x in found.items()]
+
+    def finish():
+      for wait in waits:
+        wait()
+      own = parts.pop(None)
+      for copy, part in parts.items():
+        # Bytes, so that a NaN equals itself.
+        if part.dtype != own.dtype or not np.array_equal(part.view(np.uint8), own.view(np.uint8)):
+          hint = ' (an untied model has tie_word_embeddings false in config.json)'
+          raise UserError(
+              f"{path}: tensor '{copy}': expected a copy of '{name}', found other values"
+              f'{hint if copy == LM_HEAD else ""}'
+          )
+      out[...] = own
+
+    return finish
+
+  return dataclasses.replace(array, start=start)
 
 
 def _read_config(path: str, files: '_Files') -> FolderConfig:
-  if (content := _read(path, CONFIG)) is None:
+  if (content := tensor_files.read_file(path, CONFIG)) is None:
     raise UserError(f'{path}: expected {CONFIG} beside the safetensors files, found none')
-  generation = _read(path, GENERATION_CONFIG)
+  generation = tensor_files.read_file(path, GENERATION_CONFIG)
   return huggingface_config.parse(
       path, huggingface_config.parse_json(path, CONFIG, content),
       huggingface_config.parse_json(path, GENERATION_CONFIG, generation) if generation else {},
       has_lm_head=LM_HEAD in files.names,
   )
-
-
-def _read(path: str, name: str) -> bytes | None:
-  """The content of a file of the folder, or None where there is none."""
-  try:
-    return paths.read_bytes(f'{path.rstrip("/")}/{name}')
-  except (FileNotFoundError, NotADirectoryError):
-    return None
-  except OSError as error:
-    raise UserError(f"{path}: cannot read '{name}': {error.strerror}") from error
 
 
 class _Files:
@@ -215,8 +212,7 @@ class _Files:
   def __init__(self, path: str):
     self._path = path
     self._open = {}
-    self._temporary = None
-    if (index := _read(path, INDEX)) is not None:
+    if (index := tensor_files.read_file(path, INDEX)) is not None:
       where = huggingface_config.parse_json(path, INDEX, index).get('weight_map')
       if not isinstance(where, dict) or not all(isinstance(x, str) for x in where.values()):
         raise UserError(f"{path}: {INDEX}: expected 'weight_map', found none")
@@ -225,67 +221,36 @@ class _Files:
           raise UserError(f'{path}: {INDEX}: expected names of files beside it, found {file!r}')
       self._where = where
       for name, file in where.items():
-        if name not in self._handle(file).keys():  # noqa: SIM118 - it is no dict.
+        if name not in self._file(file).tensors:
           raise UserError(f"{path}: {file}: expected tensor '{name}' as in {INDEX}, found none")
     else:
-      self._where = dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
+      self._where = dict.fromkeys(self._file(SINGLE).tensors, SINGLE)
     self.names = self._where.keys()
 
-  def describe(self, name: str) -> tuple[tuple[int, ...], str]:
-    """Shape and dtype of a tensor, the dtype in safetensors' own word."""
+  def array(self, name: str, shape: tuple[int, ...]) -> StoredArray:
+    """A tensor, as it is stored, which must be of this shape."""
     if name not in self._where:
       raise UserError(f"{self._path}: expected tensor '{name}' by {CONFIG}, found none")
-    view = self._handle(self._where[name]).get_slice(name)
-    return tuple(view.get_shape()), str(view.get_dtype())
-
-  def read(self, name: str) -> np.ndarray:
-    """A tensor."""
-    return self._handle(self._where[name]).get_tensor(name)
-
-  def check_same(self, name: str, copy: str) -> None:
-    """Refuses a copy of tensor `name` that differs from it."""
-    first, second = (self._handle(self._where[x]).get_slice(x) for x in (name, copy))
-    same, length = first.get_dtype() == second.get_dtype(), first.get_shape()[0]
-    for row in range(0, length if same else 0, COMPARED_ROWS):
-      rows = slice(row, min(row + COMPARED_ROWS, length))
-      # Bytes, so that a NaN equals itself.
-      same = same and np.asarray(first[rows]).tobytes() == np.asarray(second[rows]).tobytes()
-    if not same:
-      hint = ' (an untied model has tie_word_embeddings false in config.json)'
+    file = self._file(self._where[name])
+    found, dtype = tuple(file.tensors[name]['shape']), file.tensors[name]['dtype']
+    if found != shape:
       raise UserError(
-          f"{self._path}: tensor '{copy}': expected a copy of '{name}', found other values"
-          f'{hint if copy == LM_HEAD else ""}'
+          f"{self._path}: tensor '{name}': expected shape {shape} by {CONFIG}, found {found}"
       )
+    if dtype not in tensor_files.DTYPES:
+      raise UserError(
+          f"{self._path}: tensor '{name}': expected a dtype among "
+          f'{", ".join(tensor_files.DTYPES)}, found {dtype}'
+      )
+    return file.array(name)
 
-  def _handle(self, file: str) -> Any:
-    """The open file, mapped into memory."""
-    import safetensors
-
-    if file not in self._open:
-      local = self._local(file)
-      if not os.path.isfile(local):
-        raise UserError(self._missing(file))
-      try:
-        self._open[file] = safetensors.safe_open(local, framework='numpy')
-      except (safetensors.SafetensorError, OSError) as error:
-        raise UserError(
-            f'{self._path}: {file}: expected a complete safetensors file, found a truncated or '
-            f'damaged one of {os.path.getsize(local)} bytes ({one_line(error)})'
-        ) from error
-    return self._open[file]
-
-  def _local(self, file: str) -> str:
-    """Where the file is, or its copy from a bucket."""
-    if not self._path.startswith('gs://'):
-      return os.path.join(self._path, file)
-    if self._temporary is None:
-      self._temporary = tempfile.TemporaryDirectory()
-    local = pathlib.Path(self._temporary.name) / file
-    if not local.exists():
-      if (content := _read(self._path, file)) is None:
-        raise UserError(self._missing(file))
-      local.write_bytes(content)
-    return str(local)
+  def _file(self, name: str) -> TensorFile:
+    """One of the files; its header is read once."""
+    if name not in self._open:
+      if (file := tensor_files.open_file(self._path, name)) is None:
+        raise UserError(self._missing(name))
+      self._open[name] = file
+    return self._open[name]
 
   def _missing(self, file: str) -> str:
     if file != SINGLE:
@@ -293,7 +258,7 @@ class _Files:
     message = f'{self._path}: expected {SINGLE} or {INDEX}, found neither'
     others = ('pytorch_model.bin', 'pytorch_model.bin.index.json', 'flax_model.msgpack',
               'tf_model.h5')
-    if there := [name for name in others if os.path.exists(os.path.join(self._path, name))]:
+    if there := [name for name in others if tensor_files.exists(self._path, name)]:
       message += f" (only {there[0]}: load and save it with transformers' save_pretrained)"
     return message
 
@@ -319,7 +284,7 @@ def write_folder(
 
   names = tensors(config)
   dtypes = {array.dtype.name for array in arrays.values()}
-  if unknown := dtypes - set(DTYPES.values()):
+  if unknown := dtypes - set(tensor_files.DTYPES.values()):
     raise UserError(f'parameters: expected floating dtypes, found {sorted(unknown)[0]}')
   rendered = huggingface_config.render(
       config, model_type=model_type, eos_id=eos_id,

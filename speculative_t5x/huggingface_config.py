@@ -130,6 +130,9 @@ def parse(
   for ours, value in sizes.items():
     if not isinstance(value, int) or isinstance(value, bool):
       raise UserError(f'{where} {SIZES[ours]}: expected a whole number, found {value!r}')
+  if sizes['num_encoder_layers'] < 1:
+    raise UserError(
+        f'{where} num_layers: expected at least 1, found {sizes["num_encoder_layers"]}')
   try:
     network = T5Config(
         **sizes, mlp_activations=_activations(where, values['feed_forward_proj']),
@@ -233,6 +236,10 @@ def render(
   Raises:
     UserError: transformers has no such network.
   """
+  if config.is_decoder_only:
+    raise UserError(
+        'num_encoder_layers: expected at least 1 for transformers, whose T5 has an encoder, '
+        'found 0')
   theirs = {'relu': 'relu', 'gelu': 'gelu_new', 'silu': 'silu', 'swish': 'silu'}
   match config.mlp_activations:
     case (name,) if name in theirs:

@@ -14,10 +14,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import gin
+import jax
 import numpy as np
 from tqdm import tqdm
 
-from speculative_t5x import gin_command, run_output
+from speculative_t5x import gin_command, run_output, weight_layouts
 from speculative_t5x import inputs as inputs_lib
 from speculative_t5x.errors import UserError
 from speculative_t5x.pair import Pair, load_pair
@@ -49,6 +50,7 @@ def infer(
     task_feature_lengths: dict[str, int] = gin.REQUIRED,
     batch_size: int = 8,
     prefix: str = '',
+    add_eos: bool = True,
     seed: int = 0,
     on_long_input: str = 'truncate',
 ) -> int:
@@ -59,9 +61,11 @@ def infer(
     output_dir: folder of `inferences.jsonl` and `run.json`.
     mixture_or_task_name: a seqio task, used when there is no `input_path`.
     split: of the task.
-    task_feature_lengths: tokens of `inputs` (with EOS) and `targets` at most.
+    task_feature_lengths: tokens of `inputs` (with EOS) and `targets` at most. Of a decoder-only
+      target, `targets` counts what it adds to its input.
     batch_size: inputs in one program run.
     prefix: put before every input, such as 'restore: '.
+    add_eos: whether inputs end in EOS; False for a language model that goes on from them.
     seed: of the sampling; an input's output does not depend on the batch size.
     on_long_input: 'truncate' cuts an input that is too long and says so in its record; 'error'
       writes a record with an error instead.
@@ -97,11 +101,14 @@ def infer(
   # Before weights are read, and without a trace in the folder should they be refused.
   run_output.check_folder(output_dir, settings)
   pair = load_pair()
+  if jax.default_backend() == 'tpu':
+    pair = weight_layouts.lay_out(
+        pair, batch_size, task_feature_lengths['inputs'], task_feature_lengths['targets'])
   output = run_output.RunOutput(output_dir, settings)
   try:
     return decode_all(
         pair, examples, output, batch_size=batch_size, lengths=task_feature_lengths, prefix=prefix,
-        seed=seed, on_long_input=on_long_input)
+        add_eos=add_eos, seed=seed, on_long_input=on_long_input)
   finally:
     output.close()
 
@@ -109,6 +116,7 @@ def infer(
 def decode_all(
     pair: Pair, examples: Iterator[inputs_lib.Example], output: run_output.RunOutput, *,
     batch_size: int, lengths: dict[str, int], prefix: str, seed: int, on_long_input: str,
+    add_eos: bool = True,
 ) -> int:
   """Decodes `examples` from the first one that `output` lacks; see `infer`."""
   remaining = itertools.islice(enumerate(examples), output.done, None)
@@ -120,7 +128,7 @@ def decode_all(
   while batch := list(itertools.islice(remaining, batch_size)):
     records = decode_batch(
         pair, batch, batch_size=batch_size, lengths=lengths, prefix=prefix, seed=seed,
-        on_long_input=on_long_input)
+        on_long_input=on_long_input, add_eos=add_eos)
     output.write(records)
     for record in records:
       for kind in ('error', 'warning'):
@@ -140,7 +148,7 @@ def decode_all(
 
 def decode_batch(
     pair: Pair, batch: Sequence[tuple[int, inputs_lib.Example]], *, batch_size: int,
-    lengths: dict[str, int], prefix: str, seed: int, on_long_input: str,
+    lengths: dict[str, int], prefix: str, seed: int, on_long_input: str, add_eos: bool = True,
 ) -> list[dict[str, Any]]:
   """Records of a batch of `(number, example)`; rows are padded so that one program serves all."""
   records, rows = [], []
@@ -153,7 +161,8 @@ def decode_batch(
     if not example.inputs:
       record.update(empty_result(pair))
       continue
-    ids = [*pair.vocabulary.encode(prefix + example.inputs), pair.vocabulary.eos_id]
+    end = [pair.vocabulary.eos_id] if add_eos else []
+    ids = [*pair.vocabulary.encode(prefix + example.inputs), *end]
     if len(ids) > lengths['inputs']:
       message = (f'input {number + 1}: expected at most {lengths["inputs"]} tokens, '
                  f'found {len(ids)}')
@@ -161,15 +170,14 @@ def decode_batch(
         record.update(empty_result(pair), error=message)
         continue
       record.update(truncated=True, warning=f'{message}; truncated')
-      ids = [*ids[: lengths['inputs'] - 1], pair.vocabulary.eos_id]
+      ids = [*ids[: lengths['inputs'] - len(end)], *end]
     rows.append((number, ids, record))
   if not rows:
     return records
   tokens = np.zeros((batch_size, lengths['inputs']), np.int32)
-  # Rows that only fill the batch are a lone EOS.
-  tokens[:, 0] = pair.vocabulary.eos_id
   numbers = np.zeros(batch_size, np.int32)
-  for i, (number, ids, _) in enumerate(rows):
+  # Rows that only fill the batch are the first once more, and take no longer than it.
+  for i, (number, ids, _) in enumerate(rows + rows[:1] * (batch_size - len(rows))):
     tokens[i, : len(ids)] = ids
     numbers[i] = number
   result = pair.predict(tokens, max_length=lengths['targets'], seed=seed, example_index=numbers)

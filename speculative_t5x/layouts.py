@@ -23,7 +23,7 @@ import flax
 import numpy as np
 
 from speculative_t5x.errors import UserError
-from speculative_t5x.stored import StoredArray, in_memory, one_line
+from speculative_t5x.stored import Index, StoredArray, Wait, in_memory, one_line
 
 # Subfolders that T5X ('state') and Orbax's managers put the tree into.
 ITEM_FOLDERS = ('', 'state/', 'default/', 'params/', 'items/', 'pytree/')
@@ -105,11 +105,23 @@ def open_array(path: str, name: str, leaf: Any) -> Callable[[], StoredArray]:
     # Versions before 3 hid bfloat16 in uint16; T5X refuses them too.
     if store.dtype.name == 'uint16':
       raise UserError(f"{path}: parameter '{name}': expected a floating dtype, found uint16")
+    chunk = store.chunk_layout.read_chunk.shape or store.shape
     return StoredArray(
-        tuple(store.shape), np.dtype(store.dtype.numpy_dtype), lambda: store.read().result
+        tuple(store.shape), np.dtype(store.dtype.numpy_dtype),
+        lambda index, out: _start(store, index, out), tuple(chunk),
     )
 
   return wait
+
+
+def _start(store: Any, index: Index, out: np.ndarray) -> Wait:
+  """Starts reading a part of a tensorstore into `out`, chunk by chunk."""
+  import tensorstore as ts
+
+  part = store[index][ts.d[:].translate_to[0]]
+  if np.dtype(store.dtype.numpy_dtype) != out.dtype:
+    part = ts.cast(part, out.dtype.name)
+  return ts.array(out).write(part).result
 
 
 def kvstore_of(path: str, item: str = '') -> dict[str, Any]:
@@ -120,12 +132,17 @@ def kvstore_of(path: str, item: str = '') -> dict[str, Any]:
   return {'driver': 'file', 'path': f'{os.path.abspath(path)}/{item}'}
 
 
-def read_file(path: str, kvstore: dict[str, Any], name: str) -> bytes | None:
-  """The content of one file, or None where there is none."""
+def open_store(kvstore: dict[str, Any]) -> Any:
+  """The `tensorstore.KvStore` of a spec."""
   import tensorstore as ts
 
+  return ts.KvStore.open(kvstore).result()
+
+
+def read_file(path: str, kvstore: dict[str, Any], name: str) -> bytes | None:
+  """The content of one file, or None where there is none."""
   try:
-    read = ts.KvStore.open(kvstore).result().read(name).result()
+    read = open_store(kvstore).read(name).result()
   except (ValueError, OSError) as error:
     raise UserError(f"{path}: cannot read '{name}': {one_line(error)}") from error
   return None if read.state == 'missing' else bytes(read.value)

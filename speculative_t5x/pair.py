@@ -5,7 +5,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import gin
@@ -26,7 +26,13 @@ from speculative_t5x.beam_tree import BeamModel, BeamRows, rows_of_calls
 from speculative_t5x.drafters import DrafterConfig
 from speculative_t5x.drafters.ngram import NgramTable
 from speculative_t5x.errors import UserError
-from speculative_t5x.network import T5Config, Transformer, tokens_to_logits
+from speculative_t5x.network import (
+    DecoderOnly,
+    T5Config,
+    Transformer,
+    network_of,
+    tokens_to_logits,
+)
 from speculative_t5x.sampling import SamplingRule
 from speculative_t5x.verification import VerificationRule
 
@@ -44,7 +50,7 @@ class Model:
     params: its parameter tree.
   """
 
-  module: Transformer
+  module: Transformer | DecoderOnly
   params: Mapping[str, Any]
 
   @property
@@ -56,6 +62,8 @@ class Model:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pair:
   """A target with its draft, ready to decode.
+
+  Either may be decoder-only: it goes on from the inputs, and outputs are the continuations alone.
 
   Attributes:
     target: the model whose distribution the outputs follow.
@@ -130,7 +138,8 @@ class Pair:
     """Decodes a batch in one compiled program.
 
     Args:
-      inputs: int32 `[B, S]`, encoder tokens padded with 0.
+      inputs: int32 `[B, S]`, padded with 0: an encoder's, or what a decoder-only model goes on
+        from.
       max_length: `L`.
       seed: of the randomness; the same seed gives an example the same output in any batch.
       gamma: drafts a round; None is the pair's.
@@ -160,7 +169,7 @@ class Pair:
       decoder_inputs[:, 1 : 1 + prompts.shape[1]] = prompts
     if example_index is None:
       example_index = np.arange(inputs.shape[0])
-    program = self._program(
+    program = self.program(
         gamma, dataclasses.replace(rule, temperature=1.0) if per_row else rule, per_row, trace
     )
     return program(
@@ -182,12 +191,17 @@ class Pair:
     return self.predict(inputs, gamma=0, **kwargs)
 
   @functools.cached_property
-  def _program(self):
+  def program(self):
     """`_compile`, remembered for as long as the pair lives."""
     return functools.cache(self._compile)
 
-  def _compile(self, gamma: int, rule: SamplingRule, per_row: bool, trace: bool):
-    """The compiled decoding function of these static choices; jit adds the shapes."""
+  def _compile(
+      self, gamma: int, rule: SamplingRule, per_row: bool = False, trace: bool = False
+  ):
+    """The compiled decoding function of these static choices; jit adds the shapes.
+
+    Caches live and die inside it: no argument of it is one that a result could be written over.
+    """
 
     @jax.jit
     def program(params, inputs, decoder_inputs, example_index, rng, temperature):
@@ -202,7 +216,7 @@ class Pair:
   def start(
       self, params: Mapping[str, Any], inputs: jax.Array, max_length: int, gamma: int
   ) -> dict[str, Any]:
-    """Encodes a batch with both models; pure.
+    """Encodes a batch, or reads it into the cache, with both models; pure.
 
     Args:
       params: as `self.params`.
@@ -287,6 +301,7 @@ def _exchange_rows(cache, rows):
 def load_model(
     path: str, config: T5Config | None = None, dtype: str = 'float32',
     vocabulary: vocabularies.Vocabulary | None = None,
+    shardings: Callable[[Transformer], Any] | None = None,
 ) -> Model:
   """Reads a checkpoint.
 
@@ -295,6 +310,8 @@ def load_model(
     config: the network; None is what the checkpoint says, with activations in `dtype`.
     dtype: dtype of the parameters in memory.
     vocabulary: whose ids the model was trained with; None is not compared.
+    shardings: gives the tree of `jax.sharding.Sharding` to put the network's parameters in; asked
+      before they are read. None is the default device.
 
   Returns:
     The model.
@@ -308,11 +325,12 @@ def load_model(
   families.check_config(found, config)
   if vocabulary is not None:
     families.check_vocabulary(found, vocabulary)
-  module = Transformer(config)
+  module = network_of(config)
   tokens = jnp.ones((1, 1), jnp.int32)
   like = jax.eval_shape(module.init, jax.random.key(0), tokens, tokens)['params']
-  params = checkpoints.load_params(paths.resolve(path), like=like, dtype=dtype)
-  return Model(module, jax.tree.map(jnp.asarray, params))
+  where = None if shardings is None else shardings(module)
+  return Model(module, checkpoints.read_params(
+      found.path, found.arrays, like=like, dtype=dtype, sharding=where, to_device=True))
 
 
 @gin.configurable
@@ -340,6 +358,7 @@ def load_pair(
     draft_width: int | None = None,
     max_decode_steps: int | None = None,
     dtype: str = 'float32',
+    target_shardings: Callable[[Transformer], Any] | None = None,
 ) -> Pair:
   """Loads a pair; everything cheap is checked before weights are read.
 
@@ -367,6 +386,7 @@ def load_pair(
     draft_width: of the draft's beam; None is twice `num_decodes`.
     max_decode_steps: tokens an output at most.
     dtype: dtype of the parameters in memory.
+    target_shardings: where the target's parameters lie, see `load_model`.
 
   Paths may also name files of the installed package, see `paths.resolve`.
 
@@ -399,7 +419,8 @@ def load_pair(
   if needs_draft:
     draft_model = load_model(draft_checkpoint_path, draft, dtype, vocabulary)
   return Pair(
-      target=load_model(checkpoint_path, target, dtype, vocabulary), draft=draft_model,
+      target=load_model(checkpoint_path, target, dtype, vocabulary, target_shardings),
+      draft=draft_model,
       vocabulary=vocabulary,
       gamma=gamma, sampling=rule, verification=verify,
       draft_sampling=None if draft_rule == rule else draft_rule,

@@ -32,15 +32,8 @@ class RunOutput:
     Raises:
       UserError: the folder holds something else, or a run with other settings.
     """
-    check_folder(folder, settings)
     self._folder = pathlib.Path(folder)
-    self._folder.mkdir(parents=True, exist_ok=True)
-    run = self._folder / RUN
-    if not run.exists():
-      partial = run.with_suffix('.partial')
-      text = json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + '\n'
-      partial.write_text(text, encoding='utf-8')
-      os.replace(partial, run)
+    open_folder(folder, settings)
     records = self._folder / RECORDS
     self.done = _drop_cut_line(records)
     self._file = records.open('ab')
@@ -66,6 +59,22 @@ def _drop_cut_line(records: pathlib.Path) -> int:
   if len(whole) < len(content):
     os.truncate(records, len(whole))
   return whole.count(b'\n')
+
+
+def open_folder(folder: str | os.PathLike, settings: dict[str, Any]) -> None:
+  """Makes a folder with `settings` in its `run.json`, unless it is that already.
+
+  Raises:
+    UserError: see `check_folder`.
+  """
+  check_folder(folder, settings)
+  run = pathlib.Path(folder) / RUN
+  run.parent.mkdir(parents=True, exist_ok=True)
+  if not run.exists():
+    partial = run.with_suffix('.partial')
+    text = json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + '\n'
+    partial.write_text(text, encoding='utf-8')
+    os.replace(partial, run)
 
 
 def check_folder(folder: str | os.PathLike, settings: dict[str, Any]) -> None:

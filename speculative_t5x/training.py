@@ -1,8 +1,8 @@
-"""Training of small T5 models: T5's recipe (Adafactor, parameter-scaled steps) on pairs of ids.
+"""Training of T5 models: T5's recipe (Adafactor, parameter-scaled steps) on pairs of ids.
 
 Batches hold sentences of similar length; the state is saved as it goes and resumes at the very
-batch where it stopped. A draft may learn from a target's distributions instead of references
-(forward KL, DistillSpec, arXiv 2310.08461).
+batch where it stopped. What is learnt is the loss function's choice: `reference_loss` here, a
+target's distributions in `distil`.
 
 `B` is the batch, `S` the input length, `M` the target length, `V` the vocabulary.
 """
@@ -21,7 +21,9 @@ import optax
 
 from speculative_t5x.network import Transformer
 
-BUCKETS = (16, 24, 32, 48, 64, 96, 128)
+# Longest input and longest target of a batch.
+BUCKETS = tuple((size, size) for size in (16, 24, 32, 48, 64, 96, 128))
+Example = tuple[Sequence[int], Sequence[int]]
 
 
 class Batch(NamedTuple):
@@ -39,14 +41,12 @@ class TrainConfig:
     learning_rate: peak step size relative to each parameter's scale.
     warmup_steps: steps of linear warm-up.
     total_steps: steps after which the rate has decayed linearly to a twentieth.
-    tokens_per_batch: tokens a side in one batch.
     seed: of initialisation, order and dropout.
   """
 
   learning_rate: float = 0.02
   warmup_steps: int = 100
   total_steps: int = 2000
-  tokens_per_batch: int = 1024
   seed: int = 0
 
   def optimizer(self) -> optax.GradientTransformation:
@@ -73,36 +73,58 @@ class TrainState:
 
 
 def batches(
-    examples: Sequence[tuple[Sequence[int], Sequence[int]]], tokens_per_batch: int, seed: int,
-    epoch: int,
+    examples: Sequence[Example], rows_of: Callable[[tuple[int, int]], int], seed: int, epoch: int,
+    *, buckets: Sequence[tuple[int, int]] = BUCKETS, fill: bool = False,
 ) -> list[Batch]:
   """One epoch in an order that depends on `seed` and `epoch` alone.
 
   Args:
-    examples: `(input ids, target ids)`, both ending in EOS. Pairs longer than the last bucket on
-      either side are left out.
-    tokens_per_batch: tokens a side.
+    examples: `(input ids, target ids)`. Those longer than the last bucket on either side are left
+      out.
+    rows_of: rows of a batch of a bucket.
     seed: of the order.
     epoch: which epoch.
+    buckets: `(S, M)` of each, growing on both sides.
+    fill: whether what does not fill a batch goes to the next bucket; it is left out of the epoch
+      otherwise, and always where the last one is not full.
 
   Returns:
-    Batches whose two sides share the length of a bucket.
+    Batches whose sides are as long as a bucket.
   """
   rng = np.random.default_rng((seed, epoch))
-  by_bucket: dict[int, list[int]] = {}
+  by_bucket: dict[tuple[int, int], list[int]] = {}
   for index in rng.permutation(len(examples)):
-    longest = max(map(len, examples[index]))
-    if longest <= BUCKETS[-1]:
-      bucket = next(size for size in BUCKETS if size >= longest)
+    bucket = bucket_of(examples[index], buckets)
+    if bucket is not None:
       by_bucket.setdefault(bucket, []).append(index)
+  if fill:
+    by_bucket = _filled(by_bucket, rows_of, buckets)
   found = []
-  for size, indices in by_bucket.items():
-    rows = max(1, tokens_per_batch // size)
+  for bucket, indices in by_bucket.items():
+    rows = rows_of(bucket)
     # Incomplete batches are dropped so that a bucket has one compiled shape.
     for start in range(0, len(indices) - rows + 1, rows):
       chosen = [examples[i] for i in indices[start : start + rows]]
-      found.append(Batch(*(pad([pair[side] for pair in chosen], size) for side in (0, 1))))
+      found.append(Batch(*(pad([pair[side] for pair in chosen], bucket[side]) for side in (0, 1))))
   return [found[i] for i in rng.permutation(len(found))]
+
+
+def bucket_of(
+    example: Example, buckets: Sequence[tuple[int, int]]
+) -> tuple[int, int] | None:
+  """The first bucket that holds both sides of `example`; None when none does."""
+  inputs, targets = map(len, example)
+  return next((x for x in buckets if inputs <= x[0] and targets <= x[1]), None)
+
+
+def _filled(by_bucket, rows_of, buckets):
+  """`by_bucket` with what does not fill a batch moved to the next bucket."""
+  found, rest = {}, []
+  for bucket in buckets:
+    indices = rest + by_bucket.get(bucket, [])
+    whole = len(indices) - len(indices) % rows_of(bucket)
+    found[bucket], rest = indices[:whole], indices[whole:]
+  return found
 
 
 def pad(rows: Sequence[Sequence[int]], length: int) -> np.ndarray:
@@ -113,15 +135,28 @@ def pad(rows: Sequence[Sequence[int]], length: int) -> np.ndarray:
   return out
 
 
-def stream(examples, config: TrainConfig, first_step: int) -> Iterator[Batch]:
+def stream(
+    examples: Sequence[Example], rows_of: Callable[[tuple[int, int]], int], seed: int,
+    first_step: int, **kwargs: Any,
+) -> Iterator[Batch]:
   """Batches from step `first_step` on, without end.
+
+  Args:
+    examples: as of `batches`.
+    rows_of: likewise.
+    seed: likewise.
+    first_step: how many batches were used before.
+    **kwargs: of `batches`.
+
+  Yields:
+    The batches of one epoch after the other.
 
   Raises:
     ValueError: no bucket holds a whole batch.
   """
   step, epoch = 0, 0
   while True:
-    found = batches(examples, config.tokens_per_batch, config.seed, epoch)
+    found = batches(examples, rows_of, seed, epoch, **kwargs)
     if not found:
       raise ValueError(f'training: {len(examples)} examples do not fill one batch')
     for batch in found:
@@ -152,41 +187,36 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax
   return jnp.sum(losses * mask), jnp.sum(right)
 
 
+def reference_loss(module: Transformer) -> Callable[..., jax.Array]:
+  """The loss of learning from references alone, for `make_train_step`: nats a token."""
+
+  def loss_fn(params, batch, rng):
+    logits = module.apply(
+        {'params': params}, batch.inputs, shift_right(batch.targets), enable_dropout=True,
+        rngs={'dropout': rng},
+    )
+    return cross_entropy(logits, batch.targets)[0] / jnp.sum(batch.targets > 0)
+
+  return loss_fn
+
+
 def make_train_step(
-    module: Transformer, config: TrainConfig, teacher: Callable[..., jax.Array] | None = None,
-    teacher_weight: float = 0.9,
+    loss_fn: Callable[..., jax.Array], config: TrainConfig
 ) -> Callable[..., tuple[TrainState, jax.Array]]:
   """Compiles one optimisation step.
 
   Args:
-    module: the network to train.
+    loss_fn: `(params, batch, rng, *args) → loss`, differentiable in `params`; pure.
     config: the recipe.
-    teacher: None to learn from references alone, or `(teacher_params, inputs, decoder_inputs) →
-      logits [B, M, V]` of the target model.
-    teacher_weight: share of the loss that is the cross-entropy against the teacher.
 
   Returns:
-    `(state, batch, teacher_params) → (state, mean loss a token)`.
+    `(state, batch, *args) → (state, loss)`; the state given is used up.
   """
   optimizer = config.optimizer()
 
-  def loss_fn(params, batch, rng, teacher_params):
-    decoder_inputs = shift_right(batch.targets)
-    logits = module.apply(
-        {'params': params}, batch.inputs, decoder_inputs, enable_dropout=True,
-        rngs={'dropout': rng},
-    )
-    loss, _ = cross_entropy(logits, batch.targets)
-    if teacher is not None:
-      wanted = jax.nn.softmax(teacher(teacher_params, batch.inputs, decoder_inputs))
-      soft = optax.softmax_cross_entropy(logits, jax.lax.stop_gradient(wanted))
-      soft = jnp.sum(soft * (batch.targets > 0))
-      loss = teacher_weight * soft + (1 - teacher_weight) * loss
-    return loss / jnp.sum(batch.targets > 0)
-
-  def train_step(state, batch, teacher_params):
+  def train_step(state, batch, *args):
     rng = jax.random.fold_in(jax.random.key(config.seed), state.step)
-    loss, grads = jax.value_and_grad(loss_fn)(state.params, batch, rng, teacher_params)
+    loss, grads = jax.value_and_grad(loss_fn)(state.params, batch, rng, *args)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     return TrainState(state.step + 1, params, opt_state), loss
@@ -194,10 +224,11 @@ def make_train_step(
   return jax.jit(train_step, donate_argnums=0)
 
 
-def init_state(module: Transformer, config: TrainConfig) -> TrainState:
-  """A fresh state with parameters drawn from `config.seed`."""
-  tokens = jnp.ones((1, 1), jnp.int32)
-  params = jax.jit(module.init)(jax.random.key(config.seed), tokens, tokens)['params']
+def init_state(module: Transformer, config: TrainConfig, params: Any = None) -> TrainState:
+  """A fresh state, of `params` or of parameters drawn from `config.seed`."""
+  if params is None:
+    tokens = jnp.ones((1, 1), jnp.int32)
+    params = jax.jit(module.init)(jax.random.key(config.seed), tokens, tokens)['params']
   return TrainState(jnp.int32(0), params, config.optimizer().init(params))
 
 

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from speculative_t5x import checkpoints, convert, families, huggingface
+from speculative_t5x import checkpoints, convert, families, reading
 from speculative_t5x.errors import UserError
 from speculative_t5x.network import T5Config
 from speculative_t5x.stored import StoredArray
@@ -91,12 +91,12 @@ def test_destination_is_new_and_local(tmp_path):
 @pytest.mark.parametrize('to', LAYOUTS)
 @pytest.mark.parametrize('error', [KeyboardInterrupt, UserError])
 def test_interrupted_conversion_leaves_nothing(tmp_path, monkeypatch, to, error):
-  def read(files, name, original=huggingface._Files.read):
-    if name == 'encoder.final_layer_norm.weight':
-      raise error(name)
-    return original(files, name)
+  def start(read, original=reading._Read.start):
+    if read.output.name == 'encoder/encoder_norm/scale':
+      raise error(read.output.name)
+    return original(read)
 
-  monkeypatch.setattr(huggingface._Files, 'read', read)
+  monkeypatch.setattr(reading._Read, 'start', start)
   with pytest.raises(error):
     convert.convert(GOLDENS / 't5_1_0', tmp_path / 'out', to)
   assert not os.listdir(tmp_path)
@@ -144,7 +144,7 @@ def test_inspect_names_drafts():
       num_decoder_layers=5, mlp_dim=3584, mlp_activations=('gelu', 'linear'))
   shapes = families.shapes(config)
   # Nothing is read.
-  arrays = {name: StoredArray(shape, np.dtype('float32'), None)
+  arrays = {name: StoredArray(shape, np.dtype('float32'), None, shape)
             for name, shape in shapes.items()}
   description = families.Description('x', 'T5X', families.BYT5, config, None, arrays)
   assert 'possible drafts  small (300 M)' in convert.report(description)
@@ -169,6 +169,68 @@ def test_command_refuses_in_one_line(tmp_path):
   assert found.returncode == 2 and not found.stdout
   assert found.stderr == (
       f"error: {tmp_path}/bert: config.json: model_type: expected t5, mt5, umt5, found 'bert'\n")
+
+
+def edit_header(path, edit):
+  """Rewrites the header of a safetensors file, with the tensors as they are."""
+  content = path.read_bytes()
+  stop = 8 + int.from_bytes(content[:8], 'little')
+  header = json.loads(content[8:stop])
+  edit(header)
+  header = json.dumps(header).encode()
+  path.write_bytes(len(header).to_bytes(8, 'little') + header + content[stop:])
+
+
+def truncate(path):
+  path.write_bytes(path.read_bytes()[:-20])
+
+
+@pytest.mark.parametrize('name, edit, message', [
+    ('t5_1_1', lambda x: truncate(x / 'model.safetensors'), 'found a truncated or damaged one'),
+    ('t5_1_1', lambda x: (x / 'model.safetensors.index.json').write_text(
+        '{"weight_map": {"shared.weight": "model-00002-of-00002.safetensors"}}'),
+     'names model-00002-of-00002.safetensors: expected this file, found none'),
+    ('t5_1_1', lambda x: edit_header(x / 'model.safetensors', lambda header: header[
+        'shared.weight'].update(dtype='I32')), 'expected a dtype among F64, F32, F16, BF16, found'),
+    ('t5_1_1', lambda x: edit_header(x / 'model.safetensors', lambda header: header[
+        'shared.weight'].update(dtype='F16')), "tensor 'shared.weight' of "),
+    ('t5_1_1', lambda x: edit_header(x / 'model.safetensors', lambda header: header[
+        'shared.weight'].update(data_offsets=[0, 4])), 'found a truncated or damaged one'),
+    ('t5_1_0', lambda x: edit_config(x, tie_word_embeddings=False, scale_decoder_outputs=...),
+     "tie_word_embeddings: expected a tensor 'lm_head.weight'"),
+    ('t5_1_1', lambda x: edit_config(x, model_type='bart'), 'model_type: expected t5, mt5, umt5'),
+    ('t5_1_1', lambda x: edit_config(x, d_ff=21), 'by config.json, found'),
+])
+def test_command_names_what_is_wrong_with_a_folder(tmp_path, capsys, name, edit, message):
+  folder = pathlib.Path(shutil.copytree(GOLDENS / name, tmp_path / 'folder'))
+  edit(folder)
+  for arguments in (['--inspect', folder], [folder, tmp_path / 'out', '--to=t5x']):
+    assert convert.main([*map(str, arguments)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f'error: {folder}: ') and captured.err.count('\n') == 1
+    assert message in captured.err and not captured.out
+  assert os.listdir(tmp_path) == ['folder']
+
+
+@pytest.mark.parametrize('edit, message', [
+    (lambda x: truncate(x / 'checkpoint'), 'truncated or damaged one'),
+    (lambda x: truncate(x / 'target.token_embedder.embedding' / '0.0'),
+     "cannot read parameter 'token_embedder/embedding'"),
+    (lambda x: shutil.rmtree(x / 'target.token_embedder.embedding'),
+     "cannot open parameter 'token_embedder/embedding'"),
+    (lambda x: (x / 'target.token_embedder.embedding' / '.zarray').write_text(
+        (x / 'target.token_embedder.embedding' / '.zarray').read_text().replace('<f4', '<u2')),
+     "'token_embedder/embedding': expected a floating dtype, found uint16"),
+])
+def test_command_names_what_is_wrong_with_a_checkpoint(tmp_path, capsys, edit, message):
+  path = tmp_path / 'checkpoint_0'
+  convert.convert(GOLDENS / 't5_1_1', path, 't5x')
+  edit(path)
+  assert convert.main([str(path), str(tmp_path / 'out'), '--to=huggingface']) == 2
+  captured = capsys.readouterr()
+  assert captured.err.startswith(f'error: {path}: ') and captured.err.count('\n') == 1
+  assert message in captured.err and not captured.out
+  assert os.listdir(tmp_path) == ['checkpoint_0']
 
 
 def test_command_refuses(tmp_path, capsys):

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import pathlib
 import re
+import weakref
 
 import flax
 import jax
@@ -12,10 +13,10 @@ import numpy as np
 import pytest
 
 import trees
-from speculative_t5x import checkpoints, families, vocabularies
+from speculative_t5x import checkpoints, convert, families, pair, reading, vocabularies
 from speculative_t5x.errors import UserError
 from speculative_t5x.network import T5Config, Transformer
-from speculative_t5x.stored import StoredArray, minimal_tree, read_all
+from speculative_t5x.stored import StoredArray, minimal_tree
 from trees import assert_same, flatten
 
 GOLDENS = pathlib.Path(__file__).parent / 'goldens' / 'huggingface'
@@ -118,18 +119,29 @@ def test_live_scalable_network_of_t5x(tmp_path, scan, tied):
   np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
 
 
-def test_scanned_array_is_read_once_and_let_go():
+@pytest.mark.parametrize('chunk, times', [((2, 4, 3), 1), ((1, 4, 3), 2), ((1, 2, 1), 6)])
+def test_scanned_array_is_read_once_and_let_go(monkeypatch, chunk, times):
+  monkeypatch.setattr(reading, 'MIN_PIECE_BYTES', 1)
   value = np.arange(24, dtype=np.float32).reshape(2, 4, 3)
-  reads = []
-  array = StoredArray(value.shape, value.dtype, lambda: lambda: reads.append(1) or value)
-  arrays = minimal_tree({'encoder/encoder/mlp/wi/kernel': array})
-  for _ in range(2):
-    found = dict(read_all('x', arrays))
+  reads, parts = [], []
+
+  def start(index, out):
+    reads.append(index)
+    parts.append(weakref.ref(out))
+    out[...] = value[index]
+    return lambda: None
+
+  arrays = minimal_tree({
+      'encoder/encoder/mlp/wi/kernel': StoredArray(value.shape, value.dtype, start, chunk)})
+  for repeat in range(1, 3):
+    found = dict(reading.read_all('x', arrays))
     assert list(found) == [f'encoder/layers_{i}/mlp/wi/kernel' for i in range(4)]
     for layer, kernel in enumerate(found.values()):
       np.testing.assert_array_equal(kernel, value[:, layer])
-      assert kernel.base is None
-  assert len(reads) == 2
+    # All layers of a piece at once.
+    assert len(reads) == repeat * times
+    assert all(index[1] == slice(0, 4) for index in reads)
+    assert all(part() is None for part in parts)
 
 
 @pytest.mark.parametrize('edit, message', [
@@ -214,6 +226,35 @@ def test_vocabulary_is_checked():
     families.check_vocabulary(found, vocabularies.ByteVocabulary(extra_ids=300))
 
 
+@pytest.mark.parametrize('layout, other', [('t5x', 'huggingface'), ('huggingface', 't5x')])
+def test_a_pair_of_other_paddings_and_layouts(tmp_path, shared_data, layout, other):
+  """32,128 rows and 32,100 of one vocabulary, the padded ones with the largest logits."""
+  for name, rows, to, seed in (('target', 32128, layout, 0), ('draft', 32100, other, 1)):
+    params = random_params(dataclasses.replace(CONFIG, vocab_size=rows))
+    kernel = np.random.default_rng(seed).normal(size=(CONFIG.emb_dim, rows)).astype(np.float32)
+    kernel[:, 32100:] *= 100
+    params['decoder']['logits_dense']['kernel'] = kernel
+    checkpoints.save_params(tmp_path / f'{name}_0', params)
+    convert.convert(tmp_path / f'{name}_0', tmp_path / name, to)
+  loaded = pair.load_pair(
+      str(tmp_path / 'target'), str(tmp_path / 'draft'), extra_ids=100, gamma=2, temperature=1.0,
+      vocabulary_path=str(shared_data / 't5_spiece.model'))
+  assert loaded.vocabulary.size == 32100
+  assert loaded.target.module.config.vocab_size == 32128
+  assert loaded.draft.module.config.vocab_size == 32100
+  inputs = np.array([[5, 6, 7, 1]] * 4, np.int32)
+  sampled = loaded.predict(inputs, max_length=8, seed=3)
+  greedy = loaded.predict(inputs[:1], max_length=8, temperature=0.0)
+  plain = loaded.plain(inputs[:1], max_length=8, temperature=0.0)
+  np.testing.assert_array_equal(greedy.sequences, plain.sequences)
+  for found in (sampled, greedy):
+    assert (np.asarray(found.sequences) < 32100).all()
+  # The padded rows would have won.
+  logits = loaded.target.module.apply(
+      {'params': loaded.target.params}, inputs[:1], np.zeros((1, 1), np.int32))
+  assert logits.argmax() >= 32100
+
+
 def gin_sizes(file):
   """The sizes of a gin file of the project, by name, as `STANDARD_SIZES` has them."""
   found = {}
@@ -227,6 +268,7 @@ def gin_sizes(file):
 
 @pytest.mark.parametrize('file, family', [
     ('t5_1_1.gin', families.T5_1_1), ('mt5.gin', families.MT5), ('byt5.gin', families.BYT5),
+    ('umt5.gin', families.UMT5), ('madlad400.gin', families.MADLAD),
 ])
 def test_sizes_are_those_of_the_gin_files(file, family):
   assert gin_sizes(file) == families.STANDARD_SIZES[family]
@@ -238,7 +280,8 @@ PUBLISHED = {
     families.T5_1_1: {'small': 77, 'base': 248, 'large': 783, 'xl': 2850, 'xxl': 11135},
     families.MT5: {'small': 300, 'base': 582, 'large': 1230, 'xl': 3740, 'xxl': 12900},
     families.BYT5: {'small': 300, 'base': 582, 'large': 1230, 'xl': 3740, 'xxl': 12900},
-    families.MADLAD: {'3b-mt': 2940},
+    # Of the last, 10.7 billion is what its paper says; of the others, the sizes of their files.
+    families.MADLAD: {'3b': 2940, '7b': 8300, '10b': 10700},
 }
 
 

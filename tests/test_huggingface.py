@@ -8,10 +8,11 @@ import functools
 import importlib.util
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
-import weakref
+import tempfile
 
 import flax
 import jax
@@ -21,10 +22,18 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from speculative_t5x import checkpoints, families, huggingface, huggingface_config, paths
+from speculative_t5x import (
+    checkpoints,
+    families,
+    huggingface,
+    huggingface_config,
+    layouts,
+    pair,
+    reading,
+    tensor_files,
+)
 from speculative_t5x.errors import UserError
 from speculative_t5x.network import T5Config, Transformer
-from speculative_t5x.stored import read_all
 from trees import assert_same, flatten
 
 GOLDENS = pathlib.Path(__file__).parent / 'goldens' / 'huggingface'
@@ -167,7 +176,8 @@ def test_dtypes(folder):
 
 
 def test_nothing_is_read_before_names_and_shapes_are_right(monkeypatch):
-  monkeypatch.setattr(huggingface._Files, 'read', lambda *_: pytest.fail('read a tensor'))
+  monkeypatch.setattr(
+      tensor_files, '_read_local', lambda *_: lambda: pytest.fail('read a tensor'))
   like = network_tree(families.config_of(GOLDENS / 't5_1_1'))
   checkpoints.open_params(GOLDENS / 't5_1_1', like=like)
   # T5X, for whose restore this is, reads no such folder.
@@ -176,23 +186,6 @@ def test_nothing_is_read_before_names_and_shapes_are_right(monkeypatch):
   del like['decoder']['logits_dense']
   with pytest.raises(UserError, match="'decoder/logits_dense/kernel' differs: expected no such"):
     checkpoints.load_params(GOLDENS / 't5_1_1', like=like)
-
-
-def test_one_tensor_is_read_at_a_time(monkeypatch):
-  alive, most = [], []
-
-  def read(files, name, original=huggingface._Files.read):
-    value = original(files, name).copy()
-    alive[:] = [ref for ref in alive if ref() is not None]
-    alive.append(weakref.ref(value))
-    most.append(len(alive))
-    return value
-
-  monkeypatch.setattr(huggingface._Files, 'read', read)
-  _, arrays = checkpoints.open_params(GOLDENS / 't5_1_1')
-  for _, value in read_all('x', arrays, dtype='bfloat16'):
-    assert value.dtype == ml_dtypes.bfloat16
-  assert len(most) == len(arrays) and max(most) <= 2
 
 
 def test_embedding_under_the_names_that_are_in_use(folder):
@@ -257,30 +250,101 @@ def test_unused_tensor_of_early_conversions(folder):
   assert_same(checkpoints.load_params(path), expected)
 
 
-def test_folder_in_a_bucket(monkeypatch, tmp_path):
-  read = []
+@pytest.fixture
+def bucket(monkeypatch, tmp_path):
+  """A folder that tensorstore reads as gs://bucket/, and what is read of which file there."""
+  reads = []
 
-  def read_bytes(path):
-    read.append(path)
-    assert path.startswith('gs://bucket/models/')
-    return pathlib.Path(path.replace('gs://bucket/models', str(tmp_path))).read_bytes()
+  class Recorded:
+    def __init__(self, store):
+      self._store = store
 
+    def read(self, name, byte_range=slice(None)):
+      if byte_range.start is None or byte_range.start < byte_range.stop:
+        reads.append((name, byte_range))
+      return self._store.read(name, byte_range=byte_range)
+
+  def open_store(spec, original=layouts.open_store):
+    assert spec['driver'] == 'gcs' and spec['bucket'] == 'bucket'
+    return Recorded(original({'driver': 'file', 'path': f'{tmp_path}/{spec["path"]}'}))
+
+  monkeypatch.setattr(layouts, 'open_store', open_store)
+  return tmp_path, reads
+
+
+def write_sharded(folder, name, monkeypatch):
+  """A golden in many small files."""
   monkeypatch.setattr(huggingface, 'MAX_SHARD_BYTES', 10_000)
-  found = families.describe(GOLDENS / 'umt5')
-  params = checkpoints.load_params(GOLDENS / 'umt5')
-  folder = tmp_path / 'sharded'
-  folder.mkdir()
+  found = families.describe(GOLDENS / name)
+  params = checkpoints.load_params(GOLDENS / name)
+  folder.mkdir(parents=True)
   huggingface.write_folder(
-      folder, found.arrays, found.config, iter(flatten(params).items()), model_type='umt5',
-      eos_id=1)
-  monkeypatch.setattr(paths, 'read_bytes', read_bytes)
-  assert_same(checkpoints.load_params('gs://bucket/models/sharded'), params)
-  shards = [path for path in read if path.endswith('.safetensors')]
-  assert len(shards) == len(set(shards)) == len(list(folder.glob('*.safetensors')))
-  assert families.describe('gs://bucket/models/sharded/').config == found.config
+      folder, found.arrays, found.config, iter(flatten(params).items()),
+      model_type=found.model_type, eos_id=1)
+  return found, params
+
+
+def test_folder_in_a_bucket(bucket, monkeypatch):
+  folder = bucket[0] / 'models' / 'sharded'
+  found, params = write_sharded(folder, 'umt5', monkeypatch)
+  path = 'gs://bucket/models/sharded'
+  assert_same(checkpoints.load_params(path), params)
+  assert_same(checkpoints.load_params(path, dtype='bfloat16'), params, ml_dtypes.bfloat16)
+  assert families.describe(f'{path}/').config == found.config
   next(folder.glob('*.safetensors')).unlink()
   with pytest.raises(UserError, match=r'index.json names model-.*: expected this file, found none'):
-    checkpoints.load_params('gs://bucket/models/sharded')
+    checkpoints.load_params(path)
+
+
+def test_nothing_in_a_bucket_is_read_twice(bucket, monkeypatch):
+  root, reads = bucket
+  folder = root / 'sharded'
+  _, params = write_sharded(folder, 'umt5', monkeypatch)
+  monkeypatch.setattr(tempfile, 'tempdir', '/nonexistent')  # Nor copied.
+  assert_same(pair.load_model('gs://bucket/sharded').params, params)
+  files = {path.name for path in folder.iterdir()}
+  assert {name for name, _ in reads} == {*files, 'generation_config.json'}
+  for path in folder.iterdir():
+    seen = np.zeros(path.stat().st_size, int)
+    for _, part in (read for read in reads if read[0] == path.name):
+      seen[part] += 1
+    # The last byte is asked for first, to see whether the file is complete.
+    seen[-1] -= path.suffix == '.safetensors'
+    assert (seen == 1).all(), path.name
+
+
+def test_only_a_part_of_a_bucket_is_read(bucket, monkeypatch):
+  root, reads = bucket
+  _, params = write_sharded(root / 'sharded', 'umt5', monkeypatch)
+  found = families.describe('gs://bucket/sharded')
+  # Headers: nothing of tensors but the last byte of each file.
+  past_headers = [part for name, part in reads if name.endswith('safetensors') and part.start > 8]
+  assert {part.stop - part.start for part in past_headers} == {1}
+  reads.clear()
+
+  class Half:
+    def addressable_devices_indices_map(self, shape):
+      return {None: (slice(0, shape[0] // 2), *[slice(None)] * (len(shape) - 1))}
+
+  monkeypatch.setattr(reading._Output, 'take', lambda self: next(iter(self._memory.values())))
+  name = 'token_embedder/embedding'
+  (_, value), = reading.read_all(
+      'x', {name: found.arrays[name]}, sharding_of=lambda *_: Half())
+  np.testing.assert_array_equal(value, flatten(params)[name][:16])
+  assert sum(part.stop - part.start for _, part in reads) == value.nbytes
+
+
+@pytest.mark.parametrize('share', [0.0, 0.0001, 0.3, 0.99])
+def test_truncated_file_in_a_bucket(bucket, share):
+  path = bucket[0] / 'm'
+  shutil.copytree(GOLDENS / 't5_1_1', path)
+  content = (path / 'model.safetensors').read_bytes()
+  (path / 'model.safetensors').write_bytes(content[:int(share * len(content))])
+  with pytest.raises(UserError) as caught:
+    families.describe('gs://bucket/m')
+  assert re.fullmatch(
+      r'gs://bucket/m: model.safetensors: expected a complete safetensors file, found a truncated '
+      r'or damaged file \(.*\)', str(caught.value))
 
 
 @pytest.mark.parametrize('share', [0.0, 0.001, 0.3, 0.99])

@@ -340,9 +340,9 @@ def test_public_checkpoint_has_our_tree(shared_data):
 
 @pytest.mark.parametrize('change, message', [
     *(({name: 0}, f'{name}: expected at least 1, found 0') for name in (
-        'vocab_size', 'emb_dim', 'num_heads', 'num_encoder_layers', 'num_decoder_layers',
-        'head_dim', 'mlp_dim',
+        'vocab_size', 'emb_dim', 'num_heads', 'num_decoder_layers', 'head_dim', 'mlp_dim',
     )),
+    ({'num_encoder_layers': -1}, 'num_encoder_layers: expected at least 0, found -1'),
     ({'num_heads': -2}, 'num_heads: expected at least 1, found -2'),
     ({'dropout_rate': 1.0}, 'dropout_rate: expected .*, found 1.0'),
     ({'dropout_rate': -0.1}, 'dropout_rate: expected .*, found -0.1'),

@@ -1,12 +1,10 @@
-"""Trains the demo's target or draft; interrupt and start again at will.
+"""Trains the demo's target on references; interrupt and start again at will.
 
-    python scripts/demo_pair/train.py target --dir runs/target
-    python scripts/demo_pair/train.py draft --dir runs/draft --teacher runs/target
+    python scripts/demo_pair/train.py --dir runs/target
 
-The draft learns from the target's distributions, on the corpus or on what the target wrote itself
-(`--examples`, as scripts/demo_pair/target_outputs.sh makes it). Both write `state.msgpack`
-(everything a resumed run needs) and `log.jsonl` (step, seconds, losses) into `--dir`. The networks
-are those of gin_configs/models/demo.gin.
+Writes `state.msgpack` (everything a resumed run needs) and `log.jsonl` (step, seconds, losses) into
+`--dir`. The network is that of gin_configs/models/demo.gin. The draft learns from the target: see
+gin_configs/examples/demo_distil.gin.
 """
 
 import argparse
@@ -37,15 +35,6 @@ def network_config(model: str, dropout_rate: float = 0.0) -> T5Config:
   return dataclasses.replace(config, dropout_rate=dropout_rate)
 
 
-def read_examples(path):
-  """`(inputs, targets)` texts of an `inferences.jsonl`; cut outputs are left out."""
-  records = [json.loads(line) for line in path.read_text(encoding='utf-8').splitlines()]
-  return [
-      (record['inputs'], record['prediction']) for record in records
-      if record['prediction'] and 'truncated' not in record
-  ]
-
-
 def corpus_texts():
   """`(inputs, targets)` texts of both tasks."""
   pairs = [pair for path in sorted(DATA.glob('train_*.tsv.gz')) for pair in tasks.read_pairs(path)]
@@ -58,14 +47,15 @@ def encode(vocabulary, texts):
   return list(zip(side(0), side(1), strict=True))
 
 
+def rows_of(tokens_per_batch):
+  """Rows of a bucket's batch, so that a side has as many tokens in every bucket."""
+  return lambda bucket: max(1, tokens_per_batch // max(bucket))
+
+
 def main():
   """Parses arguments and trains until `--steps`."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('model', choices=('target', 'draft'))
   parser.add_argument('--dir', required=True, type=pathlib.Path)
-  parser.add_argument('--teacher', type=pathlib.Path, help='folder of the trained target')
-  parser.add_argument('--examples', type=pathlib.Path, action='append', default=[],
-                      help='inferences.jsonl to train on in place of the corpus')
   parser.add_argument('--dropout_rate', type=float, default=0.0)
   parser.add_argument('--steps', type=int, default=4000)
   parser.add_argument('--learning_rate', type=float, default=0.02)
@@ -74,38 +64,29 @@ def main():
   args = parser.parse_args()
 
   vocabulary = sentencepiece.SentencePieceProcessor(model_file=str(tasks.VOCABULARY))
-  texts = [text for path in args.examples for text in read_examples(path)] or corpus_texts()
-  train = encode(vocabulary, texts)
+  train = encode(vocabulary, corpus_texts())
   held_out = {
       task: training.batches(
           encode(vocabulary, tasks.examples(
               tasks.read_pairs(tasks.ASSETS / 'data' / 'validation_libreoffice.tsv.gz'), task)),
-          512, 0, 0)
+          rows_of(512), 0, 0)
       for task in tasks.PREFIXES
   }
-  module = Transformer(network_config(args.model, args.dropout_rate))
+  module = Transformer(network_config('target', args.dropout_rate))
   config = training.TrainConfig(
-      learning_rate=args.learning_rate, total_steps=args.steps,
-      tokens_per_batch=args.tokens_per_batch, seed=args.seed,
-  )
+      learning_rate=args.learning_rate, total_steps=args.steps, seed=args.seed)
   state = training.init_state(module, config)
   saved = args.dir / 'state.msgpack'
   if saved.exists():
     state = training.load_state(saved, state)
-  teacher, teacher_params = None, None
-  if args.teacher:
-    target = Transformer(network_config('target'))
-    teacher = lambda params, *tokens: target.apply({'params': params}, *tokens)
-    teacher_params = training.load_state(
-        args.teacher / 'state.msgpack', training.init_state(target, config)).params
-  train_step = training.make_train_step(module, config, teacher)
+  train_step = training.make_train_step(training.reference_loss(module), config)
   count = sum(x.size for x in jax.tree.leaves(state.params))
-  print(f'{args.model}: {count:,} parameters, {len(train):,} examples', flush=True)
+  print(f'{count:,} parameters, {len(train):,} examples', flush=True)
   args.dir.mkdir(parents=True, exist_ok=True)
   started, losses = time.time(), []
-  stream = training.stream(train, config, int(state.step))
+  stream = training.stream(train, rows_of(args.tokens_per_batch), args.seed, int(state.step))
   for step in range(int(state.step) + 1, args.steps + 1):
-    state, loss = train_step(state, next(stream), teacher_params)
+    state, loss = train_step(state, next(stream))
     losses.append(loss)
     if step % 100 == 0 or step == args.steps:
       record = {'step': step, 'seconds': round(time.time() - started, 1),

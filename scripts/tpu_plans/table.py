@@ -1,8 +1,8 @@
-"""Prints the plans of a folder as the table of README.md.
+"""Writes the plans of a folder as Markdown tables, `table.md` beside them.
 
     python scripts/tpu_plans/table.py scripts/tpu_plans/results
 
-`plans.sh` makes them.
+`plans.sh` makes the plans.
 """
 
 import json
@@ -11,27 +11,67 @@ import sys
 
 # The paper's measured factors on EnDe at T = 0, gamma 7, one TPU v4, by alpha.
 PAPER = {0.75: '3.4x', 0.80: '2.8x', 0.82: '1.7x'}
-HEAD = ('pair', 'slice', 'chips a model', 'GiB a chip', 'fits', 'c', 'v(7)', 'factor',
-        'c, v, factor by traffic', 'paper')
+SPEED = ('pair', 'slice', 'chips a model', 'GiB a chip', 'c, v(7), factor by memory traffic',
+         "by the compiler's cycles", "a step of T5X's own, by traffic", 'paper')
+MEMORY = ('pair', 'slice', 'chips a model', 'GiB a chip', 'of it caches and other temporaries',
+          'fits', 'largest batch', "GiB a chip in T5X's own decoding")
+GIB = 2**30
+
+
+def table(head, rows):
+  """Lines of a Markdown table."""
+  return [f'| {" | ".join(map(str, row))} |' for row in (head, ('---',) * len(head), *rows)]
+
+
+def place(path, plan):
+  """What a row begins with."""
+  request = plan['request']
+  return (' with '.join(path.stem.split('_')[:2]), request['topology'], request['partitions'],
+          f'{plan["needed_bytes"] / GIB:.1f} of {plan["hbm_bytes"] / GIB:.0f}')
+
+
+def speed(path, plan):
+  """A row on what a round costs."""
+  # A plan has what its version of the planner counted.
+  estimates = [
+      f'{plan[f"{by}c"]:.3f}, {plan[f"{by}v"]:.2f}, {plan[f"{by}factor"]:.2f}x'
+      if f'{by}c' in plan else '–' for by in ('traffic_', 'cycle_')]
+  programs, t5x = plan['programs'], '–'
+  if 't5x' in programs:
+    t5x = programs['t5x']['loop_traffic_bytes'] / programs['plain']['loop_traffic_bytes']
+    t5x = f'{t5x:.2f} of ours'
+  return *place(path, plan), *estimates, t5x, PAPER.get(plan['request']['alpha'], '')
+
+
+def memory(path, plan):
+  """A row on what a chip must hold."""
+  t5x = plan['programs'].get('t5x')
+  t5x = '–' if t5x is None else f'{needed(t5x):.1f}'
+  too_large = plan['too_large_batch']
+  how = 'extrapolated' if too_large is None else f'{too_large} does not fit'
+  return (*place(path, plan), f'{plan["programs"]["speculative"]["temporary_bytes"] / GIB:.1f}',
+          'yes' if plan['fits'] else 'no', f'{plan["largest_batch"] or "none"} ({how})', t5x)
+
+
+def needed(program):
+  """GiB of a program."""
+  return sum(program[f'{kind}_bytes'] for kind in ('argument', 'temporary', 'output')) / GIB
 
 
 def main():
-  rows = []
-  for path in sorted(pathlib.Path(sys.argv[1]).glob('*.json')):
-    for plan in json.loads(path.read_text()):
-      request = plan['request']
-      pair = ' with '.join(path.stem.split('_')[:2])
-      rows.append((
-          pair, request['topology'], request['partitions'],
-          f'{plan["needed_bytes"] / 2**30:.1f} of {plan["hbm_bytes"] / 2**30:.0f}',
-          'yes' if plan['fits'] else 'no', f'{plan["c"]:.3f}', f'{plan["v"]:.2f}',
-          f'{plan["factor"]:.2f}x',
-          f'{plan["traffic_c"]:.3f}, {plan["traffic_v"]:.2f}, {plan["traffic_factor"]:.2f}x',
-          PAPER.get(request['alpha'], '')))
-  print('| ' + ' | '.join(HEAD) + ' |')
-  print('| ' + '--- | ' * len(HEAD))
-  for row in rows:
-    print('| ' + ' | '.join(map(str, row)) + ' |')
+  folder = pathlib.Path(sys.argv[1])
+  plans = [(path, plan) for path in sorted(folder.glob('*.json'))
+           for plan in json.loads(path.read_text(encoding='utf-8'))]
+  single = [(path, plan) for path, plan in plans if plan['request']['batch_size'] == 1]
+  large = [(path, plan) for path, plan in plans if plan['request']['batch_size'] > 1]
+  lines = table(SPEED, (speed(*entry) for entry in single))
+  if large:
+    [(batch, length)] = {
+        (plan['request']['batch_size'], plan['request']['output_length']) for _, plan in large}
+    lines += ['', f'Batch {batch}, {length} tokens out:', '']
+    lines += table(MEMORY, (memory(*entry) for entry in large))
+  (folder / 'table.md').write_text('\n'.join(lines) + '\n', encoding='utf-8')
+  print('\n'.join(lines))
 
 
 if __name__ == '__main__':

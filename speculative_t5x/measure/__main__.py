@@ -61,14 +61,12 @@ def finish(subject: Subject, args: argparse.Namespace) -> Measurement:
 
 
 def batches_of(
-    pair: Pair, texts: Sequence[str], length: int, batch_size: int
+    pair: Pair, texts: Sequence[str], length: int, batch_size: int, add_eos: bool = True
 ) -> list[np.ndarray]:
   """Token ids of `texts`, int32 `[batch_size, length]` each; the last texts may be left over."""
-  rows = []
+  rows, end = [], [pair.vocabulary.eos_id] if add_eos else []
   for text in texts:
-    ids = [*pair.vocabulary.encode(text), pair.vocabulary.eos_id]
-    if len(ids) > length:
-      ids = [*ids[: length - 1], pair.vocabulary.eos_id]
+    ids = [*pair.vocabulary.encode(text)[: length - len(end)], *end]
     rows.append(np.pad(np.array(ids, np.int32), (0, length - len(ids))))
   return [
       np.stack(rows[start : start + batch_size])
@@ -95,10 +93,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(texts) < args.batch_size:
       raise UserError(
           f'--input: expected at least --batch_size {args.batch_size} texts, found {len(texts)}')
-    lengths = gin_command.macro('TASK_FEATURE_LENGTHS')
+    lengths, add_eos = map(gin_command.macro, ('TASK_FEATURE_LENGTHS', 'ADD_EOS'))
     pair = load_pair()
     finish(PairSubject(
-        pair, batches_of(pair, texts, lengths['inputs'], args.batch_size), lengths['targets'],
+        pair, batches_of(pair, texts, lengths['inputs'], args.batch_size, add_eos),
+        lengths['targets'],
     ), args)
     return 0
 

@@ -52,6 +52,11 @@ def logits_along(
   return along(target), along(draft)
 
 
+def overlap(p: jax.Array, q: jax.Array) -> jax.Array:
+  """The chance that a draft is accepted, sum over x of min(p(x), q(x)): `[..., V]` to `[...]`."""
+  return jnp.sum(jnp.minimum(p, q), axis=-1)
+
+
 def paths_of(
     target_logits: jax.Array, draft_logits: jax.Array, sequences: np.ndarray, rule: SamplingRule,
     draft_rule: SamplingRule,
@@ -72,14 +77,14 @@ def paths_of(
   def compare(target_logits, draft_logits, sequences):
     p, q = rule.distribution(target_logits), draft_rule.distribution(draft_logits)
     chosen = lambda law: jnp.take_along_axis(law, sequences[..., None], axis=-1)[..., 0]
-    return jnp.sum(jnp.minimum(p, q), axis=-1), chosen(p), chosen(q)
+    return overlap(p, q), chosen(p), chosen(q)
 
   found = compare(target_logits, draft_logits, jnp.asarray(sequences, jnp.int32))
-  overlap, p, q = (np.asarray(x, np.float64) for x in found)
+  overlaps, p, q = (np.asarray(x, np.float64) for x in found)
   accepted = np.minimum(1.0, q / np.maximum(p, 1e-30))
   lengths = np.count_nonzero(np.asarray(sequences), axis=1)
   return [
-      Path(overlap[row, :length], accepted[row, :length])
+      Path(overlaps[row, :length], accepted[row, :length])
       for row, length in enumerate(lengths) if length
   ]
 

@@ -11,7 +11,7 @@ ACTIVATIONS = ('relu', 'gelu', 'silu', 'swish', 'linear')
 
 @dataclasses.dataclass(frozen=True)
 class T5Config:
-  """Hyperparameters of a T5 encoder-decoder, with the field names of T5X's `T5Config`.
+  """Hyperparameters of a T5, with the field names of T5X's `T5Config`.
 
   Attributes:
     vocab_size: rows of the token embedding; at least the vocabulary's size.
@@ -19,7 +19,7 @@ class T5Config:
       softmax and layer-norm statistics are float32 whatever this says.
     emb_dim: width of the residual stream.
     num_heads: attention heads.
-    num_encoder_layers: encoder depth.
+    num_encoder_layers: encoder depth; 0 is a decoder-only network, without cross-attention.
     num_decoder_layers: decoder depth; may differ from the encoder's.
     head_dim: width of one head. `num_heads * head_dim` need not equal `emb_dim`.
     mlp_dim: hidden width of the feed-forward block.
@@ -62,8 +62,10 @@ class T5Config:
         'vocab_size', 'emb_dim', 'num_heads', 'num_encoder_layers', 'num_decoder_layers',
         'head_dim', 'mlp_dim',
     ):
-      if getattr(self, name) < 1:
-        raise ValueError(f'T5Config.{name}: expected at least 1, found {getattr(self, name)}')
+      least = 0 if name == 'num_encoder_layers' else 1
+      if getattr(self, name) < least:
+        raise ValueError(
+            f'T5Config.{name}: expected at least {least}, found {getattr(self, name)}')
     if not 0.0 <= self.dropout_rate < 1.0:
       raise ValueError(f'T5Config.dropout_rate: expected [0, 1), found {self.dropout_rate}')
     buckets = self.relative_attention_num_buckets
@@ -92,3 +94,8 @@ class T5Config:
     object.__setattr__(self, 'dtype', jnp.dtype(self.dtype))
     if self.dtype not in (jnp.float32, jnp.bfloat16):
       raise ValueError(f'T5Config.dtype: expected float32 or bfloat16, found {self.dtype}')
+
+  @property
+  def is_decoder_only(self) -> bool:
+    """Whether there is no encoder."""
+    return self.num_encoder_layers == 0

@@ -48,8 +48,10 @@ class Dense(nn.Module):
         'kernel', self.kernel_init, (fan_in, math.prod(self.features)), jnp.float32,
         axes=self.kernel_axes,
     )
+    # Tokens of all rows as one axis: the layout that the outputs are wanted in would otherwise be
+    # asked of the product, which a TPU then takes a row at a time.
     outputs = jnp.dot(
-        inputs.reshape(*kept, fan_in).astype(self.dtype), kernel.astype(self.dtype)
+        inputs.reshape(-1, fan_in).astype(self.dtype), kernel.astype(self.dtype)
     )
     return outputs.reshape(*kept, *self.features)
 
@@ -227,7 +229,9 @@ class Attention(nn.Module):
     logits = jnp.einsum('bmhk,bhsk->bhms', query, keys, preferred_element_type=jnp.float32)
     weights = jax.nn.softmax(logits + bias).astype(self.dtype)
     weights = self.dropout(weights, deterministic=deterministic)
-    return self.out(jnp.einsum('bhms,bhsk->bmhk', weights, values))
+    # Heads before queries, or XLA's CPU backend transposes all values at every step.
+    attended = jnp.einsum('bhms,bhsk->bhmk', weights, values)
+    return self.out(jnp.swapaxes(attended, 1, 2))
 
 
 class MlpBlock(nn.Module):

@@ -88,7 +88,7 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-  """Self-attention, cross-attention and feed-forward."""
+  """Self-attention, cross-attention where there is an encoder, and feed-forward."""
 
   config: T5Config
 
@@ -98,8 +98,9 @@ class DecoderLayer(nn.Module):
       self.relpos_bias = relative_biases(cfg, bidirectional=False)
     self.pre_self_attention_layer_norm = layer_norm(cfg)
     self.self_attention = attention_block(cfg)
-    self.pre_cross_attention_layer_norm = layer_norm(cfg)
-    self.encoder_decoder_attention = attention_block(cfg)
+    if not cfg.is_decoder_only:
+      self.pre_cross_attention_layer_norm = layer_norm(cfg)
+      self.encoder_decoder_attention = attention_block(cfg)
     self.pre_mlp_layer_norm = layer_norm(cfg)
     self.mlp = mlp_block(cfg, name=None)
     self.dropout = nn.Dropout(rate=cfg.dropout_rate, broadcast_dims=(-2,))
@@ -112,18 +113,14 @@ class DecoderLayer(nn.Module):
     """Keys and values `[B, H, S, K]` of the encoder's output `[B, S, E]`."""
     return self.encoder_decoder_attention.keys_values(encoded)
 
-  def __call__(
-      self, inputs, cross_keys, cross_values, self_bias, cross_bias, *, cached=None,
-      deterministic=True,
-  ):
+  def __call__(self, inputs, self_bias, cross=None, *, cached=None, deterministic=True):
     """One decoder layer.
 
     Args:
       inputs: `[B, M, E]`.
-      cross_keys: `[B, H, S, K]`.
-      cross_values: `[B, H, S, K]`.
       self_bias: float32 `[B, H, M, T]` (`T = M` without a cache).
-      cross_bias: float32 `[B, 1, 1 or M, S]`.
+      cross: `(keys [B, H, S, K], values [B, H, S, K], bias float32 [B, 1, 1 or M, S])` of the
+        encoder's output; None without an encoder.
       cached: None, or `(keys [B, H, T, K], values [B, H, T, K], positions [B])` to write the new
         keys and values into and to attend to.
       deterministic: False applies dropout.
@@ -139,13 +136,12 @@ class DecoderLayer(nn.Module):
       values = write_slots(cached_values, values, positions)
     x = self.self_attention(x, keys, values, self_bias, deterministic=deterministic)
     x = self.dropout(x, deterministic=deterministic) + inputs
-    y = self.pre_cross_attention_layer_norm(x)
-    y = self.encoder_decoder_attention(
-        y, cross_keys, cross_values, cross_bias, deterministic=deterministic
-    )
-    y = self.dropout(y, deterministic=deterministic) + x
-    z = self.mlp(self.pre_mlp_layer_norm(y), deterministic=deterministic)
-    return self.dropout(z, deterministic=deterministic) + y, keys, values
+    if cross is not None:
+      y = self.pre_cross_attention_layer_norm(x)
+      y = self.encoder_decoder_attention(y, *cross, deterministic=deterministic)
+      x = self.dropout(y, deterministic=deterministic) + x
+    z = self.mlp(self.pre_mlp_layer_norm(x), deterministic=deterministic)
+    return self.dropout(z, deterministic=deterministic) + x, keys, values
 
 
 def layer_norm(cfg: T5Config, name: str | None = None) -> layers.LayerNorm:
@@ -202,13 +198,21 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-  """A stack of decoder layers, their relative position biases, and the output projection."""
+  """A stack of decoder layers, their relative position biases, and the output projection.
+
+  Attributes:
+    config: sizes and choices.
+    shared_embedding: the encoder's; None gives the decoder its own, as T5X's decoder-only network
+      has it.
+  """
 
   config: T5Config
-  shared_embedding: nn.Module
+  shared_embedding: nn.Module | None = None
 
   def setup(self):
     cfg = self.config
+    if self.shared_embedding is None:
+      self.token_embedder = layers.Embed(cfg.vocab_size, cfg.emb_dim, dtype=cfg.dtype)
     self.layers = [DecoderLayer(cfg) for _ in range(cfg.num_decoder_layers)]
     if not cfg.relative_bias_per_layer:
       self.relpos_bias = relative_biases(cfg, bidirectional=False)
@@ -216,6 +220,11 @@ class Decoder(nn.Module):
     if not cfg.logits_via_embedding:
       self.logits_dense = layers.LogitsDense(cfg.vocab_size)
     self.dropout = nn.Dropout(rate=cfg.dropout_rate, broadcast_dims=(-2,))
+
+  @property
+  def embedding(self) -> nn.Module:
+    """The token embedding."""
+    return self.token_embedder if self.shared_embedding is None else self.shared_embedding
 
   def cross_keys_values(self, encoded):
     """Cross-attention keys and values of every layer."""
@@ -236,34 +245,38 @@ class Decoder(nn.Module):
     """Final norm and output projection: `[B, M, E]` to float32 `[B, M, V]`."""
     x = self.decoder_norm(x)
     if self.config.logits_via_embedding:
-      logits = self.shared_embedding.attend(x)
+      logits = self.embedding.attend(x)
       if self.config.scale_logits_via_embedding:
         logits = logits / jnp.sqrt(jnp.float32(x.shape[-1]))
       return logits
     return self.logits_dense(x)
 
-  def teacher_forced(self, tokens, encoded, cross_bias, *, deterministic):
-    """Logits `[B, M, V]` of all positions of `tokens` `[B, M]` at once."""
+  def teacher_forced(self, tokens, encoded=None, cross_bias=None, *, deterministic):
+    """Logits `[B, M, V]` of all positions of `tokens` `[B, M]` at once.
+
+    `encoded` `[B, S, E]` and its mask are None without an encoder.
+    """
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     self_biases = self.self_biases(positions, positions)
-    x = self.dropout(self.shared_embedding(tokens), deterministic=deterministic)
+    x = self.dropout(self.embedding(tokens), deterministic=deterministic)
     for layer, self_bias in zip(self.layers, self_biases, strict=True):
-      x, _, _ = layer(
-          x, *layer.cross_keys_values(encoded), self_bias, cross_bias, deterministic=deterministic
-      )
+      cross = None
+      if encoded is not None:
+        cross = *layer.cross_keys_values(encoded), cross_bias
+      x, _, _ = layer(x, self_bias, cross, deterministic=deterministic)
     return self.logits(self.dropout(x, deterministic=deterministic))
 
-  def decode_step(self, tokens, positions, cache: DecoderCache):
-    """See `Transformer.decode_step`."""
+  def decode_step(self, tokens, positions, cache, crosses):
+    """See `Transformer.decode_step`; `crosses` is of `DecoderLayer`'s `cross`, one a layer."""
     query_positions = positions[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     slots = jnp.arange(cache.self_keys[0].shape[2], dtype=jnp.int32)[None]
     self_biases = self.self_biases(query_positions, slots)
-    x = self.shared_embedding(tokens)
+    x = self.embedding(tokens)
     new_keys, new_values = [], []
     for index, layer in enumerate(self.layers):
       x, keys, values = layer(
-          x, cache.cross_keys[index], cache.cross_values[index], self_biases[index],
-          cache.cross_bias, cached=(cache.self_keys[index], cache.self_values[index], positions),
+          x, self_biases[index], crosses[index],
+          cached=(cache.self_keys[index], cache.self_values[index], positions),
       )
       new_keys.append(keys)
       new_values.append(values)
@@ -278,6 +291,9 @@ class Transformer(nn.Module):
 
   def setup(self):
     cfg = self.config
+    if cfg.is_decoder_only:
+      raise ValueError('Transformer: expected num_encoder_layers of at least 1 (DecoderOnly has no '
+                       'encoder), found 0')
     self.token_embedder = layers.Embed(cfg.vocab_size, cfg.emb_dim, dtype=cfg.dtype)
     self.encoder = Encoder(cfg)
     self.decoder = Decoder(cfg, shared_embedding=self.token_embedder)
@@ -360,7 +376,11 @@ class Transformer(nn.Module):
     Returns:
       float32 logits `[B, M, V]` of the token after each of `tokens`, and the new cache.
     """
-    return self.decoder.decode_step(tokens, positions, cache)
+    crosses = [
+        (*cross, cache.cross_bias)
+        for cross in zip(cache.cross_keys, cache.cross_values, strict=True)
+    ]
+    return self.decoder.decode_step(tokens, positions, cache, crosses)
 
 
 def padding_bias(encoder_input_tokens: jax.Array) -> jax.Array:
@@ -368,8 +388,8 @@ def padding_bias(encoder_input_tokens: jax.Array) -> jax.Array:
   return jnp.where(encoder_input_tokens > 0, 0.0, layers.MASKED)[:, None, None, :]
 
 
-def tokens_to_logits(module: Transformer, params: Any, vocab_size: int) -> TokensToLogits:
-  """The decode step of `module`, its logits cut to the vocabulary.
+def tokens_to_logits(module: nn.Module, params: Any, vocab_size: int) -> TokensToLogits:
+  """The decode step of `module`, with or without an encoder, its logits cut to the vocabulary.
 
   Rows of the embedding beyond the vocabulary are padding: they get no probability, and a target
   and a draft padded differently agree on `V`.

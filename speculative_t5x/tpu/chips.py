@@ -13,21 +13,18 @@ class Chip(NamedTuple):
     hbm_bytes: its memory.
     hbm_bytes_a_second: bandwidth of its memory.
     flops: bfloat16 operations a second at most.
-    has_cost_model: whether the compiler estimates the time of every operation; for the others it
-      has none of some.
   """
 
   hbm_bytes: int
   hbm_bytes_a_second: float
   flops: float
-  has_cost_model: bool = False
 
 
 GIB = 2**30
 CHIPS = {
     'v4': Chip(32 * GIB, 1.228e12, 275e12),
     'v5e': Chip(16 * GIB, 0.819e12, 197e12),
-    'v5p': Chip(95 * GIB, 2.765e12, 459e12, has_cost_model=True),
+    'v5p': Chip(95 * GIB, 2.765e12, 459e12),
     'v6e': Chip(32 * GIB, 1.640e12, 918e12),
 }
 

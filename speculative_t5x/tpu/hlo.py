@@ -5,6 +5,7 @@ counts what it reads from and writes to memory: operands and results whose layou
 space, as `S(1)`, on-chip memory, and on v4 `S(3)`.
 """
 
+import functools
 import re
 from collections import Counter
 from typing import NamedTuple
@@ -47,6 +48,7 @@ class Instruction(NamedTuple):
   text: str
 
 
+@functools.lru_cache(maxsize=2)
 def computations(module: str) -> tuple[dict[str, list[Instruction]], str]:
   """The computations of a module by name, and the entry's name.
 
@@ -175,6 +177,39 @@ def collectives(module: str) -> dict[str, Counter]:
   return found
 
 
+def loop_bodies(module: str) -> list[str]:
+  """Names of the computations that loops repeat, and of those that these call.
+
+  Args:
+    module: `Compiled.as_text()`.
+
+  Returns:
+    Names; fusions are not among them, for what they hold is no step of its own.
+  """
+  every, _ = computations(module)
+  found, pending = [], [
+      name for instructions in every.values() for instruction in instructions
+      if instruction.opcode == 'while' for name in _called(instruction)
+  ]
+  while pending:
+    name = pending.pop()
+    if name in every and name not in found:
+      found.append(name)
+      pending += [
+          inner for instruction in every[name] if instruction.opcode in ('call', 'conditional')
+          for inner in _called(instruction)
+      ]
+  return found
+
+
+def _called(instruction: Instruction) -> list[str]:
+  """Computations that a loop, a call or a conditional runs."""
+  attributes = re.findall(
+      r'(?:body|condition|to_apply|\w+_computation|branch_computations)=(\{[^}]*\}|%[\w.\-]+)',
+      instruction.text)
+  return [name for text in attributes for name in re.findall(r'%([\w.\-]+)', text)]
+
+
 def copies(module: str, least_bytes: int, computation: str | None = None) -> list[tuple[str, int]]:
   """Layout changes and copies of large arrays within memory.
 
@@ -188,8 +223,69 @@ def copies(module: str, least_bytes: int, computation: str | None = None) -> lis
   """
   every, _ = computations(module)
   chosen = every.values() if computation is None else [every[computation]]
-  return [
-      (instruction.type, memory_bytes(instruction.type))
-      for instructions in chosen for instruction in instructions
-      if instruction.opcode == 'copy' and memory_bytes(instruction.type) >= least_bytes
-  ]
+  found = []
+  for instructions in chosen:
+    types = {instruction.name: instruction.type for instruction in instructions}
+    for instruction in instructions:
+      size = _copied_bytes(instruction, types)
+      if size >= max(least_bytes, 1):
+        found.append((instruction.type, size))
+  return found
+
+
+def _copied_bytes(instruction, types):
+  """Bytes that an instruction writes to memory as it read them there; 0 if it does anything else.
+
+  A prefetch into the chip, or back, is none: one end lies on chip.
+  """
+  if instruction.opcode not in ('copy', 'copy-start', 'transpose') and not (
+      instruction.opcode == 'fusion'
+      and re.match(r'(copy|transpose)(_bitcast|_copy|_transpose)*_fusion', instruction.name)):
+    return 0
+  written = arrays(instruction.type)[:1]
+  read = arrays(types.get(instruction.operands[0], '')) if instruction.operands else []
+  if not written or written[0][1] or (read and read[0][1]):
+    return 0
+  return written[0][0]
+
+
+def cycles(module: str, computation: str | None = None) -> int:
+  """The compiler's estimates of one run of a computation, summed over its instructions.
+
+  They are of work on operands where they lie: a prefetch that runs beside other work counts
+  nothing. Loops inside the computation count nothing, either.
+
+  Args:
+    module: `Compiled.as_text()`.
+    computation: which; None is the entry.
+
+  Returns:
+    Cycles of the chip's clock.
+  """
+  every, entry = computations(module)
+  return sum(
+      int(count) for instruction in every[computation or entry]
+      for count in re.findall(r'"estimated_cycles":"?(\d+)', instruction.text))
+
+
+def sorts(module: str, length: int) -> int:
+  """Sorts and top-k searches over an axis of `length` numbers or more.
+
+  Args:
+    module: `Compiled.as_text()`.
+    length: of the axis.
+
+  Returns:
+    How many there are.
+  """
+  every, _ = computations(module)
+  total = 0
+  for instructions in every.values():
+    types = {instruction.name: instruction.type for instruction in instructions}
+    for instruction in instructions:
+      if instruction.opcode not in ('sort', 'topk') and 'TopK' not in instruction.text:
+        continue
+      shapes = [shape for name in instruction.operands
+                for _, shape, _ in _ARRAY.findall(types.get(name, ''))]
+      total += any(int(size or 1) >= length for shape in shapes for size in shape.split(','))
+  return total
