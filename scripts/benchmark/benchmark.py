@@ -173,7 +173,7 @@ def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('folder', type=pathlib.Path)
   parser.add_argument('--num_sentences', type=int, default=16)
-  parser.add_argument('--gammas', type=int, nargs='+', default=[4, 7])
+  parser.add_argument('--gammas', type=int, nargs='+', default=[3, 7])
   parser.add_argument('--batch_sizes', type=int, nargs='+', default=[1, 4, 16])
   parser.add_argument('--temperatures', type=float, nargs='+', default=[0.0, 1.0])
   parser.add_argument('--repeats', type=int, default=3)

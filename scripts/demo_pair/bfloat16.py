@@ -4,13 +4,15 @@
 
 Several tokens in one call and one at a time round differently in bfloat16, so that speculative and
 plain greedy decoding may part where two tokens are nearly tied. Every difference is looked at: the
-margin is what the two tokens' logits differ by, in float32, on the text before them.
+margin is what the two tokens' logits differ by, in float32, on the text before them. One at or
+above `BOUND` is no tie, and the command fails.
 """
 
 import argparse
 import dataclasses
 import json
 import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +21,14 @@ import numpy as np
 from speculative_t5x import training
 from speculative_t5x.demo import tasks
 from speculative_t5x.demo.__main__ import load_demo_pair
+from speculative_t5x.measure import report
 from speculative_t5x.network import Transformer
 from speculative_t5x.pair import Model
 
 LENGTH = 96
+# What rounding the activations to eight bits may move the difference of two logits by: logits
+# between -20 and 20, a few roundings of 2^-9 of them each.
+BOUND = 0.1
 
 
 def in_bfloat16(model):
@@ -83,8 +89,14 @@ def main():
         'plain_differs_from_float32': differs_from_float32,
     })
     print(records[-1], flush=True)
-  args.output.write_text(json.dumps(records, indent=1) + '\n')
+  args.output.write_text(json.dumps(
+      {'environment': report.environment(), 'bound': BOUND, 'records': records}, indent=1) + '\n')
+  largest = max(record['largest_margin'] for record in records)
+  if largest >= BOUND:
+    print(f'error: margin: expected less than {BOUND}, found {largest}', file=sys.stderr)
+    return 1
+  return 0
 
 
 if __name__ == '__main__':
-  main()
+  sys.exit(main())

@@ -150,12 +150,42 @@ def benchmark():
   }
 
 
+def distil():
+  """What distillation gives the demo's draft."""
+  report = read(PAIR / 'distil.json')
+  found = report['selection']
+  alone, best = (found['test'][name] for name in ('references alone', found['selected']))
+  how = found['selected'].replace('_', ' ').replace('kl', 'KL').replace(
+      ', target', " on the target's texts").replace(', draft', " on the draft's own texts")
+  return {'distil': (
+      f'The demo\'s draft, from the same start, after {report["settings"]["steps"]:,} steps of '
+      f'{report["settings"]["batch_size"]} texts: α on test inputs is {short(best["T=0"])} at '
+      f'temperature 0 and {short(best["T=1"])} at 1 with {how}, '
+      f'{short(alone["T=0"])} and {short(alone["T=1"])} with references alone\n'
+      '([curves](scripts/demo_pair/results/distil.png), by `scripts/demo_pair/distil.py`).')}
+
+
+def bfloat16():
+  """How often bfloat16 changes a greedy output."""
+  report = read(PAIR / 'bfloat16.json')
+  total = lambda name: sum(record[name] for record in report['records'])
+  margin = max(record['largest_margin'] for record in report['records'])
+  return {'bfloat16': (
+      f'Of {total("sentences")} held-out sentences of the demo\npair ({total("tokens"):,} tokens, '
+      f'γ = 7), {total("different_sentences")} differ from plain bfloat16 decoding, each where '
+      'two\n'
+      f'logits were less than {margin:.2g} apart; plain bfloat16 decoding itself differs from '
+      f'float32 in {total("plain_differs_from_float32")}\n'
+      '([figures](scripts/demo_pair/results/bfloat16.json)).')}
+
+
 def render() -> str:
   """The README."""
   template = string.Template((HERE / 'README.template.md').read_text(encoding='utf-8'))
   tpu = (ROOT / 'scripts' / 'tpu_plans' / 'results' / 'table.md').read_text(encoding='utf-8')
   return template.substitute(
-      tpu_table=tpu.rstrip(), **demo(), **measured(), **beside_t5x(), **drafters(), **benchmark())
+      tpu_table=tpu.rstrip(), **demo(), **measured(), **beside_t5x(), **drafters(), **benchmark(),
+      **distil(), **bfloat16())
 
 
 if __name__ == '__main__':
