@@ -458,9 +458,10 @@ def products(jaxpr):
 @pytest.mark.parametrize('kind', ['minimal', 'scan', 'unrolled', 'own'])
 def test_a_step_projects_nothing_of_the_encoder(kind):
   _, prepare = preparation(kind, bare_prompt(kind, ragged_inputs()))
-  encoded = (3, 7, 16)
+  # This package's network multiplies the tokens of all rows as one axis.
+  of_encoder = lambda shapes: {(3, 7, 16), (21, 16)} & set(shapes)
   prefill = jax.make_jaxpr(lambda: prepare().cache)()
-  assert any(encoded in shapes for shapes in products(prefill.jaxpr))
+  assert any(map(of_encoder, products(prefill.jaxpr)))
   traced = []
 
   def step():
@@ -472,7 +473,7 @@ def test_a_step_projects_nothing_of_the_encoder(kind):
   step, = traced
   shapes = list(products(step.jaxpr))
   assert len(shapes) > 10 - 5 * (kind == 'scan')
-  assert not [both for both in shapes if encoded in both]
+  assert not [both for both in shapes if of_encoder(both)]
 
 
 # The model: greedy outputs.
