@@ -299,11 +299,14 @@ def test_every_file_is_tested():
   names = lambda folder: {path.stem for path in (ROOT / 'gin_configs' / folder).glob('*.gin')}
   # T5X has no minimal network of umT5, and none of MADLAD-400: sizes are tested with the families.
   others = {'umt5', 'umt5_xxl_small', 'madlad400', 'madlad400_10b_3b'}
+  # Decoder-only pairs and distillation have test files of their own.
+  others |= {'demo_lm', 'language_model_t5x'}
   assert names('models') - {*PAIRS, *FAMILIES} - others == {
       'decoding', 'demo', 'from_checkpoint', 'pair', 'pair_standalone', 'pair_t5x', 'sampling_t5x'}
-  assert names('runs') == {
+  assert names('runs') - {'distil'} == {
       'infer', 'infer_standalone', 'restore_pair', 'score', 'speculate'}
-  assert names('examples') == {'demo', 'demo_t5x', 'text_file', *PAPER}
+  assert names('examples') - {'demo_distil', 'demo_lm', 'demo_lm_t5x'} == {
+      'demo', 'demo_t5x', 'text_file', *PAPER}
 
 
 def test_every_option_of_a_header_is_read():
