@@ -156,6 +156,7 @@ def distil():
   found = report['selection']
   alone, best = (found['test'][name] for name in ('references alone', found['selected']))
   how = found['selected'].replace('_', ' ').replace('kl', 'KL').replace(
+      ', references', ' on the references').replace(
       ', target', " on the target's texts").replace(', draft', " on the draft's own texts")
   return {'distil': (
       f'The demo\'s draft, from the same start, after {report["settings"]["steps"]:,} steps of '
