@@ -257,6 +257,9 @@ def test_a_plan_of_a_partitioned_pair(compiler, capsys, tmp_path):
   assert not found['programs']['draft_1']['collectives']
   assert found['programs']['target_1']['collectives']
   assert found['programs']['plain']['loop_copies']['caches'] == 0
+  # Two chips hold half of the cache each: 6 heads of 64, 32 slots and 39 of 8 layers, twice.
+  cache = 2 * 8 * (32 + 40) * 6 * 64 * 2
+  assert found['programs']['encoder']['output_bytes'] < 1.5 * cache / 2
   assert found['largest_batch'] > 64 and found['too_large_batch'] is None
   assert (found['t5x_absent'] is None) == ('t5x' in found['programs'])
   for by in ('', 'traffic_', 'cycle_'):

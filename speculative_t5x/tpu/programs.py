@@ -292,18 +292,23 @@ class Planner:
   def _is_spread(self, name):
     return name == 'target' or self.request.draft_partitioned
 
-  def step(self, name: str, num_tokens: int) -> tuple[Program, jax.stages.Compiled]:
-    """One call of a model on `num_tokens` tokens of each row, with its cache updated in place."""
-    request = self.request
-    module = getattr(self.pair, name).module
+  def _placed_cache(self, name):
+    """The cache, each shape with its sharding: heads are spread as the parameters are."""
+    config = getattr(self.pair, name).module.config
     heads = PartitionSpec(None, 'model') if self._is_spread(name) else PartitionSpec()
 
     def place(x):
       # Of what is kept, the mask alone has no heads.
-      spec = heads if x.shape[1] == module.config.num_heads else PartitionSpec()
+      spec = heads if x.shape[1] == config.num_heads else PartitionSpec()
       return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec))
 
-    cache = jax.tree.map(place, self.cache(name))
+    return jax.tree.map(place, self.cache(name))
+
+  def step(self, name: str, num_tokens: int) -> tuple[Program, jax.stages.Compiled]:
+    """One call of a model on `num_tokens` tokens of each row, with its cache updated in place."""
+    request = self.request
+    module = getattr(self.pair, name).module
+    cache = self._placed_cache(name)
     run = lambda params, tokens, positions, cache: tokens_to_logits(
         module, params, self.pair.vocabulary.size)(tokens, positions, cache)
     return self.compile(
@@ -315,10 +320,12 @@ class Planner:
     """The target's encoder with the keys and values of its cross-attention."""
     request, module = self.request, self.pair.target.module
     slots = decoding.cache_slots(request.output_length, request.gamma)
+    # Left to the compiler, every chip would get the whole cache.
     return self.compile(
         lambda params, inputs: module.apply(
             {'params': params}, inputs, slots, method='init_cache'),
-        self._whole((request.batch_size, request.input_length)), params=self.params['target'])
+        self._whole((request.batch_size, request.input_length)), params=self.params['target'],
+        out_shardings=jax.tree.map(lambda x: x.sharding, self._placed_cache('target')))
 
 
 def topology_devices(topology: str) -> Sequence[jax.Device]:
