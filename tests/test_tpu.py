@@ -246,6 +246,14 @@ def test_rows_of_a_batch_share_the_weights(compiler):
       x.size * x.dtype.itemsize for x in jax.tree.leaves(planner.cache('target').self_keys)) * 2
 
 
+def test_chips_hold_their_part_of_the_cache(compiler):
+  """Also where the encoder gives it back, which would otherwise be the largest array of a plan."""
+  whole, half = (
+      planner_of('v5e:2x2', partitions, 'small', 'small', batch_size=4).encoder()[0].output_bytes
+      for partitions in (1, 2))
+  assert half < 0.6 * whole
+
+
 def test_a_plan_of_a_partitioned_pair(compiler, capsys, tmp_path):
   """The whole command; a replicated draft has no collectives, the target has."""
   path = tmp_path / 'plan.json'
@@ -257,9 +265,6 @@ def test_a_plan_of_a_partitioned_pair(compiler, capsys, tmp_path):
   assert not found['programs']['draft_1']['collectives']
   assert found['programs']['target_1']['collectives']
   assert found['programs']['plain']['loop_copies']['caches'] == 0
-  # Two chips hold half of the cache each: 6 heads of 64, 32 slots and 39 of 8 layers, twice.
-  cache = 2 * 8 * (32 + 40) * 6 * 64 * 2
-  assert found['programs']['encoder']['output_bytes'] < 1.5 * cache / 2
   assert found['largest_batch'] > 64 and found['too_large_batch'] is None
   assert (found['t5x_absent'] is None) == ('t5x' in found['programs'])
   for by in ('', 'traffic_', 'cycle_'):
