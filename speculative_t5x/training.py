@@ -8,8 +8,10 @@ target's distributions in `distil`.
 """
 
 import dataclasses
+import json
 import os
 import pathlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +26,9 @@ from speculative_t5x.network import Transformer
 # Longest input and longest target of a batch.
 BUCKETS = tuple((size, size) for size in (16, 24, 32, 48, 64, 96, 128))
 Example = tuple[Sequence[int], Sequence[int]]
+
+# The files in the folder of a run: its `TrainState`, and what it reached when.
+STATE, LOG = 'state.msgpack', 'log.jsonl'
 
 
 class Batch(NamedTuple):
@@ -230,6 +235,54 @@ def init_state(module: Transformer, config: TrainConfig, params: Any = None) -> 
     tokens = jnp.ones((1, 1), jnp.int32)
     params = jax.jit(module.init)(jax.random.key(config.seed), tokens, tokens)['params']
   return TrainState(jnp.int32(0), params, config.optimizer().init(params))
+
+
+def fit(
+    state: TrainState, folder: os.PathLike, train_step: Callable[..., tuple[TrainState, jax.Array]],
+    found: Iterator[Batch], *args: Any, total_steps: int,
+    evaluate_params: Callable[[Any], dict[str, Any]],
+) -> TrainState:
+  """Trains up to `total_steps`, and keeps in `folder` what a later run goes on from.
+
+  The state is saved and its parameters evaluated every 500 steps and at the end; the log gets a
+  line (step, seconds, mean loss) every 100.
+
+  Args:
+    state: where to begin; used up.
+    folder: made if need be.
+    train_step: from `make_train_step`.
+    found: batches from the state's step on.
+    *args: of `train_step`, behind the batch.
+    total_steps: the last step.
+    evaluate_params: what the log says of parameters besides.
+
+  Returns:
+    The last state.
+  """
+  folder = pathlib.Path(folder)
+  folder.mkdir(parents=True, exist_ok=True)
+  started, losses = time.time(), []
+  for step in range(int(state.step) + 1, total_steps + 1):
+    state, loss = train_step(state, next(found), *args)
+    losses.append(loss)
+    if step % 100 == 0 or step == total_steps:
+      record = {'step': step, 'seconds': round(time.time() - started, 1),
+                'train_loss': round(float(np.mean(losses)), 4)}
+      losses = []
+      if step % 500 == 0 or step == total_steps:
+        save_state(folder / STATE, state)
+        record |= evaluate_params(state.params)
+      with (folder / LOG).open('a') as log:
+        log.write(json.dumps(record) + '\n')
+      print(record, flush=True)
+  return state
+
+
+def read_log(path: os.PathLike) -> list[dict[str, Any]]:
+  """Records of a log that `fit` wrote, by step; a step that was run again counts once."""
+  lines = pathlib.Path(path).read_text(encoding='utf-8').splitlines()
+  by_step = {record['step']: record for record in map(json.loads, lines)}
+  return [by_step[step] for step in sorted(by_step)]
 
 
 def save_state(path: os.PathLike, state: TrainState) -> None:

@@ -1,6 +1,7 @@
 """Batches in their order, steps, and states that are gone on from."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -121,3 +122,21 @@ def test_the_loss_is_nats_a_token_and_padding_does_not_count():
   for targets in (short, long):
     assert float(loss(params, training.Batch(inputs, targets), jax.random.key(0))) == pytest.approx(
         expected, rel=1e-5)
+
+
+def test_a_run_goes_on_from_what_it_saved(tmp_path):
+  """State, log and evaluation of a run in two parts, of a step that adds up its batches."""
+  state = training.TrainState(jnp.int32(0), {'sum': jnp.float32(0)}, ())
+  add = lambda state, batch, factor: (training.TrainState(
+      state.step + 1, {'sum': state.params['sum'] + factor * batch}, ()), batch)
+  run = lambda state, found, steps: training.fit(
+      state, tmp_path / 'run', add, iter(found), 2.0, total_steps=steps,
+      evaluate_params=lambda params: {'seen': float(params['sum'])})
+  run(state, [1.0, 2.0, 3.0], 3)
+  saved = training.load_state(tmp_path / 'run' / training.STATE, state)
+  assert int(saved.step) == 3 and float(saved.params['sum']) == 12
+  assert float(run(saved, [4.0, 5.0], 5).params['sum']) == 30
+  # A step that is run again is logged again, and counts once.
+  run(saved, [6.0, 5.0], 5)
+  log = training.read_log(tmp_path / 'run' / training.LOG)
+  assert [(x['step'], x['train_loss'], x['seen']) for x in log] == [(3, 2.0, 12.0), (5, 5.5, 34.0)]

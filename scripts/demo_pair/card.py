@@ -16,16 +16,15 @@ import matplotlib
 matplotlib.use('Agg')
 import matplotlib.pyplot as plt
 
+from speculative_t5x import training
 from speculative_t5x.demo import tasks
 
 HERE = pathlib.Path(__file__).parent
 
 
 def read_log(model):
-  """Records of a training log; a step that was run again counts once."""
-  lines = (HERE / 'results' / f'{model}_log.jsonl').read_text(encoding='utf-8').splitlines()
-  by_step = {record['step']: record for record in map(json.loads, lines)}
-  return [by_step[step] for step in sorted(by_step)]
+  """Records of a model's training."""
+  return training.read_log(HERE / 'results' / f'{model}_log.jsonl')
 
 
 def draw(path):

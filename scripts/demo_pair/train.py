@@ -9,13 +9,10 @@ gin_configs/examples/demo_distil.gin.
 
 import argparse
 import dataclasses
-import json
 import pathlib
-import time
 
 import gin
 import jax
-import numpy as np
 import sentencepiece
 
 from speculative_t5x import paths, training
@@ -76,30 +73,24 @@ def main():
   config = training.TrainConfig(
       learning_rate=args.learning_rate, total_steps=args.steps, seed=args.seed)
   state = training.init_state(module, config)
-  saved = args.dir / 'state.msgpack'
+  saved = args.dir / training.STATE
   if saved.exists():
     state = training.load_state(saved, state)
   train_step = training.make_train_step(training.reference_loss(module), config)
   count = sum(x.size for x in jax.tree.leaves(state.params))
   print(f'{count:,} parameters, {len(train):,} examples', flush=True)
-  args.dir.mkdir(parents=True, exist_ok=True)
-  started, losses = time.time(), []
-  stream = training.stream(train, rows_of(args.tokens_per_batch), args.seed, int(state.step))
-  for step in range(int(state.step) + 1, args.steps + 1):
-    state, loss = train_step(state, next(stream))
-    losses.append(loss)
-    if step % 100 == 0 or step == args.steps:
-      record = {'step': step, 'seconds': round(time.time() - started, 1),
-                'train_loss': round(float(np.mean(losses)), 4)}
-      losses = []
-      if step % 500 == 0 or step == args.steps:
-        training.save_state(saved, state)
-        for task, found in held_out.items():
-          loss, accuracy = training.evaluate(module, state.params, found)
-          record[task] = {'loss': round(loss, 4), 'accuracy': round(accuracy, 4)}
-      with (args.dir / 'log.jsonl').open('a') as log:
-        log.write(json.dumps(record) + '\n')
-      print(record, flush=True)
+
+  def evaluate(params):
+    record = {}
+    for task, found in held_out.items():
+      loss, accuracy = training.evaluate(module, params, found)
+      record[task] = {'loss': round(loss, 4), 'accuracy': round(accuracy, 4)}
+    return record
+
+  training.fit(
+      state, args.dir, train_step,
+      training.stream(train, rows_of(args.tokens_per_batch), args.seed, int(state.step)),
+      total_steps=args.steps, evaluate_params=evaluate)
 
 
 if __name__ == '__main__':

@@ -11,14 +11,11 @@ with EOS. The draft learns from the target's distributions on the same sentences
 
 import argparse
 import dataclasses
-import json
 import pathlib
-import time
 
 import gin
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import sentencepiece
 
@@ -93,7 +90,7 @@ def main():
   config = training.TrainConfig(
       learning_rate=args.learning_rate, total_steps=args.steps, seed=args.seed)
   state = training.init_state(module, config)
-  saved = args.dir / 'state.msgpack'
+  saved = args.dir / training.STATE
   if saved.exists():
     state = training.load_state(saved, state)
   loss_fn, loss_args = training.reference_loss(module), ()
@@ -101,28 +98,20 @@ def main():
     target = DecoderOnly(network_config('target'))
     like = training.init_state(target, config)
     loss_fn = distillation_loss(module, target)
-    loss_args = (training.load_state(args.teacher / 'state.msgpack', like).params,)
+    loss_args = (training.load_state(args.teacher / training.STATE, like).params,)
   train_step = training.make_train_step(loss_fn, config)
   count = sum(x.size for x in jax.tree.leaves(state.params))
   print(f'{args.model}: {count:,} parameters, {len(train):,} sentences of '
         f'{sum(len(targets) for _, targets in train):,} tokens', flush=True)
-  args.dir.mkdir(parents=True, exist_ok=True)
-  started, losses = time.time(), []
-  stream = training.stream(train, rows_of(args.tokens_per_batch), args.seed, int(state.step))
-  for step in range(int(state.step) + 1, args.steps + 1):
-    state, loss = train_step(state, next(stream), *loss_args)
-    losses.append(loss)
-    if step % 100 == 0 or step == args.steps:
-      record = {'step': step, 'seconds': round(time.time() - started, 1),
-                'train_loss': round(float(np.mean(losses)), 4)}
-      losses = []
-      if step % 500 == 0 or step == args.steps:
-        training.save_state(saved, state)
-        loss, accuracy = training.evaluate(module, state.params, held_out)
-        record['validation'] = {'loss': round(loss, 4), 'accuracy': round(accuracy, 4)}
-      with (args.dir / 'log.jsonl').open('a') as log:
-        log.write(json.dumps(record) + '\n')
-      print(record, flush=True)
+
+  def evaluate(params):
+    loss, accuracy = training.evaluate(module, params, held_out)
+    return {'validation': {'loss': round(loss, 4), 'accuracy': round(accuracy, 4)}}
+
+  training.fit(
+      state, args.dir, train_step,
+      training.stream(train, rows_of(args.tokens_per_batch), args.seed, int(state.step)),
+      *loss_args, total_steps=args.steps, evaluate_params=evaluate)
 
 
 if __name__ == '__main__':

@@ -22,9 +22,6 @@ from speculative_t5x.distil.examples import counted
 from speculative_t5x.distil.recipe import DRAFT, Recipe
 from speculative_t5x.training import Batch, TrainState
 
-STATE = 'state.msgpack'
-LOG = 'log.jsonl'
-
 
 class Folder:
   """Where a run keeps what it has reached."""
@@ -42,9 +39,9 @@ class Folder:
 
   def load(self, like: TrainState) -> TrainState | None:
     """The state that was saved last, in the structure of `like`; None when there is none."""
-    if not (self.path / STATE).exists():
+    if not (self.path / training.STATE).exists():
       return None
-    state = training.load_state(self.path / STATE, like)
+    state = training.load_state(self.path / training.STATE, like)
     # The state is written first: an interruption may have come between the two.
     self._write_checkpoint(state)
     return state
@@ -52,7 +49,7 @@ class Folder:
   def save(self, state: TrainState) -> None:
     """Writes the state, then the checkpoint."""
     state = jax.device_get(state)
-    training.save_state(self.path / STATE, state)
+    training.save_state(self.path / training.STATE, state)
     self._write_checkpoint(state)
 
   def _write_checkpoint(self, state):
@@ -62,12 +59,12 @@ class Folder:
 
   def log(self, record: dict[str, Any]) -> None:
     """Appends a record to the log."""
-    with (self.path / LOG).open('a', encoding='utf-8') as file:
+    with (self.path / training.LOG).open('a', encoding='utf-8') as file:
       file.write(json.dumps(record) + '\n')
 
   def read_log(self, last_step: int) -> list[dict[str, Any]]:
     """Records up to a step; later ones, which will be made again, are removed from the file."""
-    path = self.path / LOG
+    path = self.path / training.LOG
     if not path.exists():
       return []
     # A last line may be cut.
