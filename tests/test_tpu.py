@@ -1,10 +1,13 @@
 """Planning: reading compiled modules, and the real TPU compiler where it is installed."""
 
 import json
+import sys
+import types
 
 import gin
 import jax
 import pytest
+from jax.experimental import topologies
 
 from speculative_t5x.errors import UserError
 from speculative_t5x.tpu import __main__ as command
@@ -185,6 +188,18 @@ def run(capsys, *arguments):
 def test_bad_settings_are_one_line_and_exit_code_2(arguments, named, capsys):
   code, errors = run(capsys, *arguments)
   assert code == 2 and len(errors) == 1 and named in errors[0]
+
+
+def test_a_compiler_in_use_is_not_blamed_on_the_topology(capsys, monkeypatch):
+  """One process at a time has the TPU library."""
+  def refuse(*_):
+    raise RuntimeError('ABORTED: Internal error when accessing libtpu multi-process lockfile.')
+
+  monkeypatch.setitem(sys.modules, 'libtpu', types.ModuleType('libtpu'))
+  monkeypatch.setattr(topologies, 'get_topology_desc', refuse)
+  code, errors = run(capsys, '--topology=v5p:2x2x1')
+  assert code == 2 and len(errors) == 1
+  assert errors[0].startswith('error: libtpu: expected it to be free, found another process')
 
 
 @pytest.fixture

@@ -26,16 +26,21 @@ def choose(count=None):
   return [(text, by_input[text]) for text in chosen]
 
 
+def write(path, count=None):
+  """Writes what `choose` gives, and says how many lines."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  lines = [json.dumps({'inputs': inputs, 'targets': targets}, ensure_ascii=False) + '\n'
+           for inputs, targets in choose(count)]
+  path.write_text(''.join(lines), encoding='utf-8')
+  return len(lines)
+
+
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('output', type=pathlib.Path)
   parser.add_argument('--inputs', type=int, help='of each task; default: all')
   args = parser.parse_args()
-  args.output.parent.mkdir(parents=True, exist_ok=True)
-  with args.output.open('w', encoding='utf-8') as file:
-    for inputs, targets in choose(args.inputs):
-      record = {'inputs': inputs, 'targets': targets}
-      file.write(json.dumps(record, ensure_ascii=False) + '\n')
+  write(args.output, args.inputs)
 
 
 if __name__ == '__main__':

@@ -142,14 +142,13 @@ def main():
   args = parser.parse_args()
   chosen = {name: x for name, x in runs().items() if args.only is None or name in args.only}
   args.dir.mkdir(parents=True, exist_ok=True)
-  lines = [json.dumps({'inputs': x, 'targets': y}) + '\n' for x, y in corpus.choose(args.inputs)]
-  (args.dir / 'train.jsonl').write_text(''.join(lines), encoding='utf-8')
+  num_inputs = corpus.write(args.dir / 'train.jsonl', args.inputs)
   validation = held_out_texts(SOURCES['validation'], args.held_out)
   (args.dir / 'validation.txt').write_text('\n'.join(validation) + '\n', encoding='utf-8')
   pair = load_demo_pair()
   alpha = Alpha(pair, args.dir / 'texts', args.held_out, args.batch_size)
   report = {
-      'settings': {'steps': args.steps, 'inputs': len(lines), 'held_out': 2 * args.held_out,
+      'settings': {'steps': args.steps, 'inputs': num_inputs, 'held_out': 2 * args.held_out,
                    'batch_size': args.batch_size, 'learning_rate': args.learning_rate,
                    'backend': jax.default_backend()},
       'runs': {},

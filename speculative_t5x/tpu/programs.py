@@ -332,7 +332,8 @@ def topology_devices(topology: str) -> Sequence[jax.Device]:
   """The chips of a slice that need not exist.
 
   Raises:
-    UserError: there is no TPU compiler here, or it does not know the topology.
+    UserError: there is no TPU compiler here, another process has it, or it does not know the
+      topology.
   """
   os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
   try:
@@ -348,4 +349,7 @@ def topology_devices(topology: str) -> Sequence[jax.Device]:
   except Exception as error:
     # The compiler raises what it likes.
     message = ' '.join(str(error).split())[:200]
+    if 'lockfile' in message:
+      raise UserError(f'libtpu: expected it to be free, found another process with it ({message})'
+                      ) from error
     raise UserError(f'--topology: expected a TPU slice, found {topology} ({message})') from error
