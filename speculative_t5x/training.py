@@ -310,4 +310,4 @@ def evaluate(
     return *cross_entropy(logits, batch.targets), jnp.sum(batch.targets > 0)
 
   totals = np.sum([[float(x) for x in score(params, batch)] for batch in found], axis=0)
-  return totals[0] / totals[2], totals[1] / totals[2]
+  return float(totals[0] / totals[2]), float(totals[1] / totals[2])

@@ -2,8 +2,9 @@
 
     python scripts/demo_pair/card.py
 
-Reads `speculative_t5x/demo/evaluation.json` (evaluate.py) and the training logs in `results/`
-beside this script; writes `speculative_t5x/demo/README.md` and `learning_curve.png`.
+Reads `speculative_t5x/demo/evaluation.json` (evaluate.py), the training logs and what shapes.py
+measured in `results/` beside this script; writes `speculative_t5x/demo/README.md` and
+`learning_curve.png`.
 """
 
 import json
@@ -12,6 +13,7 @@ import re
 import string
 
 import matplotlib
+import shapes
 
 matplotlib.use('Agg')
 import matplotlib.pyplot as plt
@@ -28,21 +30,36 @@ def read_log(model):
 
 
 def draw(path):
-  """The learning curves of both models: loss a token of training and validation."""
-  figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout='constrained')
-  for axis, model in zip(axes, ('target', 'draft'), strict=True):
-    log = read_log(model)
-    axis.plot([r['step'] for r in log], [r['train_loss'] for r in log], color='0.7',
+  """How both models learnt: the target's losses, the draft's acceptance rate."""
+  figure, (target, draft) = plt.subplots(1, 2, figsize=(10, 3.6), layout='constrained')
+  log = read_log('target')
+  target.plot([r['step'] for r in log], [r['train_loss'] for r in log], color='0.7',
               label='training, both tasks')
-    for task, colour in zip(tasks.PREFIXES, ('tab:blue', 'tab:orange'), strict=True):
-      measured = [r for r in log if task in r]
-      axis.plot([r['step'] for r in measured], [r[task]['loss'] for r in measured], color=colour,
+  for task, colour in zip(tasks.PREFIXES, ('tab:blue', 'tab:orange'), strict=True):
+    measured = [r for r in log if task in r]
+    target.plot([r['step'] for r in measured], [r[task]['loss'] for r in measured], color=colour,
                 marker='o', markersize=3, label=f'validation, {task}')
-    axis.set(title=model, xlabel='step', ylim=(0, 4))
+  target.set(title='target', xlabel='step', ylabel='loss a token', ylim=(0, 4))
+  target.legend()
+  measured = [r for r in read_log('draft') if 'alpha' in r]
+  draft.plot([r['step'] for r in measured], [r['alpha'] for r in measured], color='tab:green',
+             marker='o', markersize=3)
+  draft.set(title='draft, second stage', xlabel='step', ylabel='α on validation inputs, T = 0')
+  for axis in (target, draft):
     axis.grid(alpha=0.3)
-  axes[0].set_ylabel('loss a token')
-  axes[0].legend()
   figure.savefig(path, dpi=110)
+
+
+def shapes_table(report):
+  """Rows of the drafts that were tried: what each costs, and how fast it makes the target."""
+  lines = ['| draft | parameters | α, T = 0 | ' + ' | '.join(
+      f'{task}: best γ, factor' for task in tasks.PREFIXES) + ' | geometric mean |',
+      '| --- |' + ' ---: |' * (3 + len(tasks.PREFIXES))]
+  for name, shape in report['shapes'].items():
+    best = [shapes.best_of(shape['tasks'][task]) for task in tasks.PREFIXES]
+    lines.append(f'| {name} | {shape["parameters"]:,} | {shape["alpha"]:.3f} | ' + ' | '.join(
+        f'{at["gamma"]}, {at["factor"]:.2f}' for at in best) + f' | {shape["factor"]:.2f} |')
+  return '\n'.join(lines)
 
 
 def acceptance_table(report):
@@ -76,23 +93,29 @@ def main():
   identical = sorted({
       f'{count} of {found["sentences"]} ({task}, {where})' for task, found in report.items()
       for where, count in found['identical'].items() if count != found['sentences']})
+  tried = json.loads((HERE / 'results' / 'shapes.json').read_text(encoding='utf-8'))
+  steps = {model: read_log(model)[-1]['step'] for model in ('target', 'draft')}
   values = {
-      'target_steps': f'{read_log("target")[-1]["step"]:,}',
-      'draft_steps': f'{read_log("draft")[-1]["step"]:,}',
+      'target_steps': f'{steps["target"]:,}',
+      'shape_steps': f'{tried["settings"]["steps"]:,}', 'draft_steps': f'{steps["draft"]:,}',
+      'all_draft_steps': f'{tried["settings"]["steps"] + steps["draft"]:,}',
+      'shapes': shapes_table(tried), 'selected': tried['selected'],
+      'shape_sentences': tried['settings']['sentences'],
       'sentences': restoration['sentences'],
       'acceptance': acceptance_table(report), 'samples': samples(report),
       'identical': ', '.join(identical) or f'all of the {restoration["sentences"]} sentences',
       'compared': ', '.join(restoration['identical']),
   }
   for model in ('target', 'draft'):
-    last = [record for record in read_log(model) if 'restoration' in record][-1]
     for task in tasks.PREFIXES:
-      values[f'{model}_{task}_loss'] = f'{last[task]["loss"]:.3f}'
-      values[f'{model}_{task}_accuracy'] = f'{last[task]["accuracy"]:.1%}'
-    values[f'{model}_exact'] = f'{restoration[model]["exact"] / restoration["sentences"]:.1%}'
-    values[f'{model}_cer'] = f'{restoration[model]["character_error_rate"]:.3f}'
-    values[f'{model}_bleu'] = f'{translation[model]["bleu"]:.1f}'
-    values[f'{model}_chrf'] = f'{translation[model]["chrf"]:.1f}'
+      validation = report[task]['validation'][model]
+      values[f'{model}_{task}_loss'] = f'{validation["loss"]:.3f}'
+      values[f'{model}_{task}_accuracy'] = f'{validation["accuracy"]:.1%}'
+  for name, model in (('target', 'target'), ('beam', 'target, beam 4'), ('draft', 'draft')):
+    values[f'{name}_exact'] = f'{restoration[model]["exact"] / restoration["sentences"]:.1%}'
+    values[f'{name}_cer'] = f'{restoration[model]["character_error_rate"]:.3f}'
+    values[f'{name}_bleu'] = f'{translation[model]["bleu"]:.1f}'
+    values[f'{name}_chrf'] = f'{translation[model]["chrf"]:.1f}'
   template = string.Template((HERE / 'card.md').read_text(encoding='utf-8'))
   (tasks.ASSETS / 'README.md').write_text(template.substitute(values), encoding='utf-8')
 

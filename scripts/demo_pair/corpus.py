@@ -1,8 +1,10 @@
 """Writes the demo's training texts as JSONL, `inputs` and `targets` in each line.
 
     python scripts/demo_pair/corpus.py train.jsonl [--inputs 12000]
+    python scripts/demo_pair/corpus.py validation.jsonl --inputs 64 --validation
 
-Inputs are of both tasks, each of them once, in an order that a fixed seed gives.
+Inputs are of both tasks, each of them once, in an order that a fixed seed gives. Those for
+validation are evenly spread over the validation sentences, the tasks one after the other.
 """
 
 import argparse
@@ -26,21 +28,31 @@ def choose(count=None):
   return [(text, by_input[text]) for text in chosen]
 
 
-def write(path, count=None):
-  """Writes what `choose` gives, and says how many lines."""
+def spread(path, count):
+  """`(inputs, targets)` of `count` inputs of each task, evenly spread over a file of pairs."""
+  pairs = tasks.read_pairs(path)
+  return [text for task in tasks.PREFIXES
+          for text in tasks.spread(tasks.examples(pairs, task), count)]
+
+
+def write(path, texts):
+  """Writes `(inputs, targets)` as JSONL."""
   path.parent.mkdir(parents=True, exist_ok=True)
   lines = [json.dumps({'inputs': inputs, 'targets': targets}, ensure_ascii=False) + '\n'
-           for inputs, targets in choose(count)]
+           for inputs, targets in texts]
   path.write_text(''.join(lines), encoding='utf-8')
-  return len(lines)
 
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('output', type=pathlib.Path)
   parser.add_argument('--inputs', type=int, help='of each task; default: all')
+  parser.add_argument('--validation', action='store_true', help='inputs that are not trained on')
   args = parser.parse_args()
-  write(args.output, args.inputs)
+  if args.validation and args.inputs is None:
+    parser.error('expected --inputs with --validation')
+  texts = spread(train.VALIDATION, args.inputs) if args.validation else choose(args.inputs)
+  write(args.output, texts)
 
 
 if __name__ == '__main__':

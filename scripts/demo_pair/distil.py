@@ -21,6 +21,7 @@ import pathlib
 import corpus
 import jax
 import jax.numpy as jnp
+import train
 
 from speculative_t5x import plots
 from speculative_t5x.demo import tasks
@@ -37,9 +38,7 @@ LENGTHS = {'inputs': 128, 'targets': 128}
 BUCKETS = examples.buckets_of(LENGTHS)
 TEMPERATURES = (0.0, 1.0)
 ALONE = 'references alone'
-SOURCES = {
-    'validation': tasks.ASSETS / 'data' / 'validation_libreoffice.tsv.gz', 'test': tasks.HELD_OUT,
-}
+SOURCES = {'validation': train.VALIDATION, 'test': tasks.HELD_OUT}
 
 
 def runs():
@@ -49,13 +48,6 @@ def runs():
     for source in EXAMPLES:
       found[f'{divergence}, {source}'] = {'EXAMPLES': source, 'DIVERGENCE': divergence}
   return found
-
-
-def held_out_texts(path, count):
-  """`count` inputs of each task, evenly spread."""
-  pairs = tasks.read_pairs(path)
-  return [text for task in tasks.PREFIXES
-          for text, _ in tasks.spread(tasks.examples(pairs, task), count)]
 
 
 class Alpha:
@@ -73,7 +65,7 @@ class Alpha:
       writer = type(pair)(pair.target, pair.draft, pair.vocabulary, pair.gamma, rule)
       for source, path in SOURCES.items():
         ids = [[*pair.vocabulary.encode(text), pair.vocabulary.eos_id]
-               for text in held_out_texts(path, count)]
+               for text, _ in corpus.spread(path, count)]
         ids = [row for row in ids if len(row) <= LENGTHS['inputs']]
         written = generation.target_texts(
             writer, ids, folder / f'{source}_{temperature:g}',
@@ -104,7 +96,7 @@ def arguments(args, settings, folder):
   }
   return [
       '--gin_file=gin_configs/examples/demo_distil.gin', f'--input={args.dir / "train.jsonl"}',
-      f'--held_out={args.dir / "validation.txt"}', f'--output_dir={folder}',
+      f'--held_out={args.dir / "validation.jsonl"}', f'--output_dir={folder}',
       *(f'--gin.{name}={value!r}' for name, value in settings.items())]
 
 
@@ -142,13 +134,13 @@ def main():
   args = parser.parse_args()
   chosen = {name: x for name, x in runs().items() if args.only is None or name in args.only}
   args.dir.mkdir(parents=True, exist_ok=True)
-  num_inputs = corpus.write(args.dir / 'train.jsonl', args.inputs)
-  validation = held_out_texts(SOURCES['validation'], args.held_out)
-  (args.dir / 'validation.txt').write_text('\n'.join(validation) + '\n', encoding='utf-8')
+  texts = corpus.choose(args.inputs)
+  corpus.write(args.dir / 'train.jsonl', texts)
+  corpus.write(args.dir / 'validation.jsonl', corpus.spread(train.VALIDATION, args.held_out))
   pair = load_demo_pair()
   alpha = Alpha(pair, args.dir / 'texts', args.held_out, args.batch_size)
   report = {
-      'settings': {'steps': args.steps, 'inputs': num_inputs, 'held_out': 2 * args.held_out,
+      'settings': {'steps': args.steps, 'inputs': len(texts), 'held_out': 2 * args.held_out,
                    'batch_size': args.batch_size, 'learning_rate': args.learning_rate,
                    'backend': jax.default_backend()},
       'runs': {},

@@ -2,10 +2,11 @@
 
 python scripts/demo_pair/evaluate.py speculative_t5x/demo/evaluation.json
 
-For each task: target and draft on their own, greedy, and the target's beam search of four
-(restoration: share restored exactly and character error rate; translation: BLEU and chrF), whether
-greedy speculative outputs equal plain ones at every gamma and batch size, and the acceptance rate
-and tokens a round at T = 0 and T = 1. The samples are the first ten sentences.
+For each task: loss on the validation references; target and draft on their own, greedy, and the
+target's beam search of four (restoration: share restored exactly and character error rate;
+translation: BLEU and chrF), whether greedy speculative outputs equal plain ones at every gamma and
+batch size, and the acceptance rate and tokens a round at T = 0 and T = 1. The samples are the first
+ten sentences.
 """
 
 import argparse
@@ -15,6 +16,8 @@ import pathlib
 
 import numpy as np
 import sacrebleu
+import sentencepiece
+import train
 
 from speculative_t5x import training
 from speculative_t5x.demo import tasks
@@ -80,12 +83,17 @@ def main():
   draft = Pair(target=pair.draft, draft=None, vocabulary=pair.vocabulary, gamma=0)
   beams = dataclasses.replace(pair, gamma=0, num_decodes=BEAMS, beam_alpha=BEAM_ALPHA)
   vocabulary = pair.vocabulary
+  pieces = sentencepiece.SentencePieceProcessor(model_file=str(tasks.VOCABULARY))
   report = {}
   for task in tasks.PREFIXES:
     examples = tasks.examples(tasks.read_pairs(tasks.HELD_OUT), task)[: args.num_sentences]
     references = [target for _, target in examples]
     encoded = [[*vocabulary.encode(text), vocabulary.eos_id] for text, _ in examples]
-    found = report[task] = {'sentences': len(examples), 'identical': {}, 'acceptance': {}}
+    validation = train.validation_batches(pieces, task)
+    found = report[task] = {
+        'sentences': len(examples), 'identical': {}, 'acceptance': {},
+        'validation': {name: train.validate(model.module, model.params, validation)
+                       for name, model in (('target', pair.target), ('draft', pair.draft))}}
     for batch_size in args.batch_sizes:
       plain, _ = decode(pair, encoded, batch_size, gamma=0, temperature=0.0)
       if batch_size == args.batch_sizes[0]:

@@ -23,7 +23,6 @@ import pathlib
 
 import adaptive
 import corpus
-import distil
 import jax
 import train
 
@@ -57,12 +56,13 @@ def fit(args, name):
   settings = {
       'CHECKPOINT_PATH': str(args.target), 'DRAFT_CHECKPOINT_PATH': None, 'EXAMPLES': 'references',
       'TRAIN_STEPS': args.steps, 'SAVE_PERIOD': args.steps, 'NUM_HELD_OUT': 128,
+      'WARMUP_STEPS': min(100, args.steps // 10),
       **{f'draft/speculative_t5x.T5Config.{key}': value for key, value in SHAPES[name].items()},
   }
   print(f'== {name}', flush=True)
   if command.main([
       '--gin_file=gin_configs/examples/demo_distil.gin', f'--input={args.dir / "train.jsonl"}',
-      f'--held_out={args.dir / "validation.txt"}', f'--output_dir={folder_of(args, name)}',
+      f'--held_out={args.dir / "validation.jsonl"}', f'--output_dir={folder_of(args, name)}',
       *(f'--gin.{key}={value!r}' for key, value in settings.items())]):
     raise SystemExit(f'{name}: failed')
 
@@ -96,9 +96,8 @@ def main():
   parser.add_argument('--repeats', type=int, default=3)
   args = parser.parse_args()
   args.dir.mkdir(parents=True, exist_ok=True)
-  corpus.write(args.dir / 'train.jsonl')
-  validation = distil.held_out_texts(distil.SOURCES['validation'], 64)
-  (args.dir / 'validation.txt').write_text('\n'.join(validation) + '\n', encoding='utf-8')
+  corpus.write(args.dir / 'train.jsonl', corpus.choose())
+  corpus.write(args.dir / 'validation.jsonl', corpus.spread(train.VALIDATION, 64))
   for name in args.train_only or SHAPES:
     fit(args, name)
   if args.train_only:
@@ -116,7 +115,7 @@ def main():
           for name, pair in pairs.items()},
   }
   for task in tasks.PREFIXES:
-    sentences = tasks.examples(tasks.read_pairs(distil.SOURCES['validation']), task)
+    sentences = tasks.examples(tasks.read_pairs(train.VALIDATION), task)
     examples = [measure.encode(ways['plain'][0], *text)
                 for text in tasks.spread(sentences, args.num_sentences)]
     found = adaptive.compare(ways, examples, 0.0, args.repeats)

@@ -20,6 +20,7 @@ from speculative_t5x.demo import tasks
 from speculative_t5x.network import T5Config, Transformer
 
 DATA = pathlib.Path(__file__).parent / 'data'
+VALIDATION = tasks.ASSETS / 'data' / 'validation_libreoffice.tsv.gz'
 
 
 def network_config(model: str, dropout_rate: float = 0.0) -> T5Config:
@@ -44,6 +45,18 @@ def encode(vocabulary, texts):
   return list(zip(side(0), side(1), strict=True))
 
 
+def validation_batches(vocabulary, task):
+  """The validation sentences of a task, as `validate` takes them."""
+  pairs = tasks.read_pairs(VALIDATION)
+  return training.batches(encode(vocabulary, tasks.examples(pairs, task)), rows_of(512), 0, 0)
+
+
+def validate(module, params, found):
+  """Loss a token and share of next tokens right, teacher-forced."""
+  loss, accuracy = training.evaluate(module, params, found)
+  return {'loss': round(loss, 4), 'accuracy': round(accuracy, 4)}
+
+
 def rows_of(tokens_per_batch):
   """Rows of a bucket's batch, so that a side has as many tokens in every bucket."""
   return lambda bucket: max(1, tokens_per_batch // max(bucket))
@@ -62,13 +75,7 @@ def main():
 
   vocabulary = sentencepiece.SentencePieceProcessor(model_file=str(tasks.VOCABULARY))
   train = encode(vocabulary, corpus_texts())
-  held_out = {
-      task: training.batches(
-          encode(vocabulary, tasks.examples(
-              tasks.read_pairs(tasks.ASSETS / 'data' / 'validation_libreoffice.tsv.gz'), task)),
-          rows_of(512), 0, 0)
-      for task in tasks.PREFIXES
-  }
+  held_out = {task: validation_batches(vocabulary, task) for task in tasks.PREFIXES}
   module = Transformer(network_config('target', args.dropout_rate))
   config = training.TrainConfig(
       learning_rate=args.learning_rate, total_steps=args.steps, seed=args.seed)
@@ -81,11 +88,7 @@ def main():
   print(f'{count:,} parameters, {len(train):,} examples', flush=True)
 
   def evaluate(params):
-    record = {}
-    for task, found in held_out.items():
-      loss, accuracy = training.evaluate(module, params, found)
-      record[task] = {'loss': round(loss, 4), 'accuracy': round(accuracy, 4)}
-    return record
+    return {task: validate(module, params, found) for task, found in held_out.items()}
 
   training.fit(
       state, args.dir, train_step,
