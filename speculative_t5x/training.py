@@ -29,6 +29,8 @@ Example = tuple[Sequence[int], Sequence[int]]
 
 # The files in the folder of a run: its `TrainState`, and what it reached when.
 STATE, LOG = 'state.msgpack', 'log.jsonl'
+# An earlier one, by its step.
+KEPT = 'state_{}.msgpack'
 
 
 class Batch(NamedTuple):
@@ -240,7 +242,7 @@ def init_state(module: Transformer, config: TrainConfig, params: Any = None) -> 
 def fit(
     state: TrainState, folder: os.PathLike, train_step: Callable[..., tuple[TrainState, jax.Array]],
     found: Iterator[Batch], *args: Any, total_steps: int,
-    evaluate_params: Callable[[Any], dict[str, Any]],
+    evaluate_params: Callable[[Any], dict[str, Any]], keep: int = 0,
 ) -> TrainState:
   """Trains up to `total_steps`, and keeps in `folder` what a later run goes on from.
 
@@ -255,6 +257,7 @@ def fit(
     *args: of `train_step`, behind the batch.
     total_steps: the last step.
     evaluate_params: what the log says of parameters besides.
+    keep: how many of the states saved last stay as `state_N.msgpack`, N the step, to be averaged.
 
   Returns:
     The last state.
@@ -270,12 +273,22 @@ def fit(
                 'train_loss': round(float(np.mean(losses)), 4)}
       losses = []
       if step % 500 == 0 or step == total_steps:
+        if keep:
+          save_state(folder / KEPT.format(step), state)
+          for old in kept_states(folder)[:-keep]:
+            old.unlink()
         save_state(folder / STATE, state)
         record |= evaluate_params(state.params)
       with (folder / LOG).open('a') as log:
         log.write(json.dumps(record) + '\n')
       print(record, flush=True)
   return state
+
+
+def kept_states(folder: os.PathLike) -> list[pathlib.Path]:
+  """The states that `fit` kept in `folder`, by step."""
+  step = lambda path: int(path.stem.removeprefix('state_'))
+  return sorted(pathlib.Path(folder).glob(KEPT.format('*')), key=step)
 
 
 def read_log(path: os.PathLike) -> list[dict[str, Any]]:

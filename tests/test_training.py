@@ -140,3 +140,16 @@ def test_a_run_goes_on_from_what_it_saved(tmp_path):
   run(saved, [6.0, 5.0], 5)
   log = training.read_log(tmp_path / 'run' / training.LOG)
   assert [(x['step'], x['train_loss'], x['seen']) for x in log] == [(3, 2.0, 12.0), (5, 5.5, 34.0)]
+
+
+def test_the_last_states_are_kept(tmp_path):
+  """They are ordered by step, and the earlier ones go."""
+  state = training.TrainState(jnp.int32(0), {'sum': jnp.float32(0)}, ())
+  add = lambda state, batch: (training.TrainState(
+      state.step + 1, {'sum': state.params['sum'] + batch}, ()), batch)
+  for last in (2, 9, 10):
+    state = training.fit(state, tmp_path, add, iter([1.0] * 10), total_steps=last,
+                         evaluate_params=lambda _: {}, keep=2)
+  kept = training.kept_states(tmp_path)
+  assert [path.name for path in kept] == ['state_9.msgpack', 'state_10.msgpack']
+  assert float(training.load_state(kept[0], state).params['sum']) == 9

@@ -20,7 +20,7 @@ distil() {  # input, folder, steps, where the draft begins, whose texts
 }
 
 python "$here/train.py" --dir "$runs/target" --steps "$target_steps" --dropout_rate 0.05
-python "$here/export.py" target "$runs/target/state.msgpack" "$runs/export"
+python "$here/export.py" target "$runs/export" "$runs"/target/state_*.msgpack
 
 python "$here/corpus.py" "$runs/validation.jsonl" --inputs 64 --validation
 python "$here/corpus.py" "$runs/corpus.jsonl"
@@ -30,8 +30,9 @@ distil "$runs/inputs.jsonl" "$runs/draft" "$second_steps" \
   "$runs/draft_first/checkpoint_$first_steps" target
 
 mkdir -p "$here/results"
+python "$here/export.py" target "$assets/target" "$runs"/target/state_*.msgpack
+python "$here/export.py" draft "$assets/draft" "$runs/draft/state.msgpack"
 for model in target draft; do
-  python "$here/export.py" $model "$runs/$model/state.msgpack" "$assets/$model"
   cp "$runs/$model/log.jsonl" "$here/results/${model}_log.jsonl"
 done
 python "$here/evaluate.py" "$assets/evaluation.json"

@@ -2,8 +2,8 @@
 
     python scripts/demo_pair/train.py --dir runs/target
 
-Writes `state.msgpack` (everything a resumed run needs) and `log.jsonl` (step, seconds, losses) into
-`--dir`. The network is that of gin_configs/models/demo.gin. The draft learns from the target: see
+Writes `state.msgpack` (everything a resumed run needs), the last few states as `state_N.msgpack` and
+`log.jsonl` (step, seconds, losses) into `--dir`. The network is that of gin_configs/models/demo.gin. The draft learns from the target: see
 gin_configs/examples/demo_distil.gin.
 """
 
@@ -70,6 +70,7 @@ def main():
   parser.add_argument('--steps', type=int, default=4000)
   parser.add_argument('--learning_rate', type=float, default=0.02)
   parser.add_argument('--tokens_per_batch', type=int, default=1024)
+  parser.add_argument('--keep', type=int, default=3, help='states to average; default: 3')
   parser.add_argument('--seed', type=int, default=0)
   args = parser.parse_args()
 
@@ -93,7 +94,7 @@ def main():
   training.fit(
       state, args.dir, train_step,
       training.stream(train, rows_of(args.tokens_per_batch), args.seed, int(state.step)),
-      total_steps=args.steps, evaluate_params=evaluate)
+      total_steps=args.steps, evaluate_params=evaluate, keep=args.keep)
 
 
 if __name__ == '__main__':
