@@ -112,7 +112,9 @@ def main():
       values[f'{model}_{task}_loss'] = f'{validation["loss"]:.3f}'
       values[f'{model}_{task}_accuracy'] = f'{validation["accuracy"]:.1%}'
   for name, model in (('target', 'target'), ('beam', 'target, beam 4'), ('draft', 'draft')):
-    values[f'{name}_exact'] = f'{restoration[model]["exact"] / restoration["sentences"]:.1%}'
+    for measure in ('exact', 'right_words'):
+      share = restoration[model][measure] / restoration['sentences']
+      values[f'{name}_{measure}'] = f'{share:.1%}'
     values[f'{name}_cer'] = f'{restoration[model]["character_error_rate"]:.3f}'
     values[f'{name}_bleu'] = f'{translation[model]["bleu"]:.1f}'
     values[f'{name}_chrf'] = f'{translation[model]["chrf"]:.1f}'

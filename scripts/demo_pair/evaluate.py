@@ -3,8 +3,8 @@
 python scripts/demo_pair/evaluate.py speculative_t5x/demo/evaluation.json
 
 For each task: loss on the validation references; target and draft on their own, greedy, and the
-target's beam search of four (restoration: share restored exactly and character error rate;
-translation: BLEU and chrF), whether greedy speculative outputs equal plain ones at every gamma and
+target's beam search of four (restoration: sentences restored exactly, those whose words are right
+whatever their case and punctuation, and the character error rate; translation: BLEU and chrF), whether greedy speculative outputs equal plain ones at every gamma and
 batch size, and the acceptance rate and tokens a round at T = 0 and T = 1. The samples are the first
 ten sentences.
 """
@@ -69,7 +69,8 @@ def quality(task, outputs, references):
     return {'bleu': round(sacrebleu.corpus_bleu(outputs, [references]).score, 2),
             'chrf': round(sacrebleu.corpus_chrf(outputs, [references]).score, 2)}
   errors = sum(edit_distance(a, b) for a, b in zip(outputs, references, strict=True))
-  return {'exact': sum(a == b for a, b in zip(outputs, references, strict=True)),
+  agree = lambda form: sum(form(a) == form(b) for a, b in zip(outputs, references, strict=True))
+  return {'exact': agree(str), 'right_words': agree(tasks.spoken),
           'character_error_rate': round(errors / sum(map(len, references)), 4)}
 
 

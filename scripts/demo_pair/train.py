@@ -2,9 +2,9 @@
 
     python scripts/demo_pair/train.py --dir runs/target
 
-Writes `state.msgpack` (everything a resumed run needs), the last few states as `state_N.msgpack` and
-`log.jsonl` (step, seconds, losses) into `--dir`. The network is that of gin_configs/models/demo.gin. The draft learns from the target: see
-gin_configs/examples/demo_distil.gin.
+Writes `state.msgpack` (everything a resumed run needs), the last few states as `state_N.msgpack`
+and `log.jsonl` (step, seconds, losses) into `--dir`. The network is that of
+gin_configs/models/demo.gin. The draft learns from the target: see make.sh.
 """
 
 import argparse
