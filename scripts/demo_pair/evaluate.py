@@ -4,9 +4,9 @@ python scripts/demo_pair/evaluate.py speculative_t5x/demo/evaluation.json
 
 For each task: loss on the validation references; target and draft on their own, greedy, and the
 target's beam search of four (restoration: sentences restored exactly, those whose words are right
-whatever their case and punctuation, and the character error rate; translation: BLEU and chrF), whether greedy speculative outputs equal plain ones at every gamma and
-batch size, and the acceptance rate and tokens a round at T = 0 and T = 1. The samples are the first
-ten sentences.
+whatever their case and punctuation, and the character error rate; translation: BLEU and chrF),
+whether greedy speculative outputs equal plain ones at every gamma and batch size, and the
+acceptance rate and tokens a round at T = 0 and T = 1. The samples are the first ten sentences.
 """
 
 import argparse
