@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import train
 
-from speculative_t5x import plots
+from speculative_t5x import gin_command, plots
 from speculative_t5x.demo import tasks
 from speculative_t5x.demo.__main__ import load_demo_pair
 from speculative_t5x.distil import __main__ as command
@@ -140,9 +140,10 @@ def main():
   pair = load_demo_pair()
   alpha = Alpha(pair, args.dir / 'texts', args.held_out, args.batch_size)
   report = {
-      'settings': {'steps': args.steps, 'inputs': len(texts), 'held_out': 2 * args.held_out,
-                   'batch_size': args.batch_size, 'learning_rate': args.learning_rate,
-                   'backend': jax.default_backend()},
+      'settings': {
+          'target': pathlib.Path(gin_command.macro('CHECKPOINT_PATH')).name, 'steps': args.steps,
+          'inputs': len(texts), 'held_out': 2 * args.held_out, 'batch_size': args.batch_size,
+          'learning_rate': args.learning_rate, 'backend': jax.default_backend()},
       'runs': {},
   }
   for name, settings in chosen.items():

@@ -159,7 +159,8 @@ def distil():
       ', references', ' on the references').replace(
       ', target', " on the target's texts").replace(', draft', " on the draft's own texts")
   return {'distil': (
-      f'The demo\'s draft, from the same start, after {report["settings"]["steps"]:,} steps of '
+      f'The demo\'s draft, drawn at random, beside the target `{report["settings"]["target"]}`, '
+      f'after {report["settings"]["steps"]:,} steps of '
       f'{report["settings"]["batch_size"]} texts: α on test inputs is {short(best["T=0"])} at '
       f'temperature 0 and {short(best["T=1"])} at 1 with {how}, '
       f'{short(alone["T=0"])} and {short(alone["T=1"])} with references alone\n'
