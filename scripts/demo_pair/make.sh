@@ -20,7 +20,7 @@ distil() {  # input, folder, steps, where the draft begins, whose texts
 }
 
 python "$here/train.py" --dir "$runs/target" --steps "$target_steps" --dropout_rate 0.05
-python "$here/export.py" target "$runs/export" "$runs"/target/state_*.msgpack
+python "$here/../export_model.py" demo target "$runs/export" "$runs"/target/state_*.msgpack
 
 python "$here/corpus.py" "$runs/validation.jsonl" --inputs 64 --validation
 python "$here/corpus.py" "$runs/corpus.jsonl"
@@ -30,8 +30,8 @@ distil "$runs/inputs.jsonl" "$runs/draft" "$second_steps" \
   "$runs/draft_first/checkpoint_$first_steps" target
 
 mkdir -p "$here/results"
-python "$here/export.py" target "$assets/target" "$runs"/target/state_*.msgpack
-python "$here/export.py" draft "$assets/draft" "$runs/draft/state.msgpack"
+python "$here/../export_model.py" demo target "$assets/target" "$runs"/target/state_*.msgpack --replace
+python "$here/../export_model.py" demo draft "$assets/draft" "$runs/draft/state.msgpack" --replace
 for model in target draft; do
   cp "$runs/$model/log.jsonl" "$here/results/${model}_log.jsonl"
 done

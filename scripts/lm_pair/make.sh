@@ -13,7 +13,7 @@ python "$here/train.py" target --dir "$runs/lm_target" --steps "$target_steps"
 python "$here/train.py" draft --dir "$runs/lm_draft" --teacher "$runs/lm_target" --steps "$draft_steps"
 mkdir -p "$here/results"
 for model in target draft; do
-  python "$here/export.py" $model "$runs/lm_$model/state.msgpack" "$assets/$model"
+  python "$here/../export_model.py" demo_lm $model "$assets/$model" "$runs/lm_$model/state.msgpack" --replace
   cp "$runs/lm_$model/log.jsonl" "$here/results/${model}_log.jsonl"
 done
 python "$here/evaluate.py" "$assets/evaluation.json"
