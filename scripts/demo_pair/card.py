@@ -44,7 +44,7 @@ def draw(path):
   measured = [r for r in read_log('draft') if 'alpha' in r]
   draft.plot([r['step'] for r in measured], [r['alpha'] for r in measured], color='tab:green',
              marker='o', markersize=3)
-  draft.set(title='draft, second stage', xlabel='step', ylabel='α on validation inputs, T = 0')
+  draft.set(title='draft, last stage', xlabel='step', ylabel='α on validation inputs, T = 0')
   for axis in (target, draft):
     axis.grid(alpha=0.3)
   figure.savefig(path, dpi=110)
@@ -98,7 +98,6 @@ def main():
   values = {
       'target_steps': f'{steps["target"]:,}',
       'shape_steps': f'{tried["settings"]["steps"]:,}', 'draft_steps': f'{steps["draft"]:,}',
-      'all_draft_steps': f'{tried["settings"]["steps"] + steps["draft"]:,}',
       'shapes': shapes_table(tried), 'selected': tried['selected'],
       'shape_sentences': tried['settings']['sentences'],
       'sentences': restoration['sentences'],

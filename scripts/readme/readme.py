@@ -52,11 +52,14 @@ def differing(count, equal, unequal):
 
 
 def demo():
-  """The first sentence of the demo's output that takes four rounds or more."""
+  """The target's place, and the first sentence of the demo's output with four rounds or more."""
+  gin_file = (ROOT / 'gin_configs' / 'models' / 'demo.gin').read_text(encoding='utf-8')
+  checkpoint = re.search(r"^CHECKPOINT_PATH = '(.*)'", gin_file, re.M)[1]
   text = (PAIR / 'demo_gamma_4.txt').read_text(encoding='utf-8')
   blocks = re.findall(r'^input .*?(?=^ *$)', text, re.M | re.S)
   found = next(block for block in blocks if re.search(r'^  4 ', block, re.M))
-  return {'demo_sentence': '\n'.join(line.rstrip() for line in found.splitlines())}
+  return {'target_checkpoint': checkpoint,
+          'demo_sentence': '\n'.join(line.rstrip() for line in found.splitlines())}
 
 
 def measured():
