@@ -86,6 +86,20 @@ def samples(report):
   return '\n'.join(lines)
 
 
+def speeds():
+  """The best speed over plain decoding of each task, at T = 0, and what it is made of."""
+  values = {}
+  for task in tasks.PREFIXES:
+    path = HERE.parent / 'benchmark' / 'results' / f'measure_{task}' / 'report.json'
+    report = json.loads(path.read_text(encoding='utf-8'))
+    best = max(report['gammas'], key=lambda at: at['factor'])
+    values |= {
+        f'{task}_factor': f'{best["factor"]:.2f}', f'{task}_gamma': best['gamma'],
+        f'{task}_c': f'{report["c"]:.3f}', f'{task}_v': f'{report["v"][str(best["gamma"])]:.2f}',
+        f'{task}_round': f'{best["round_seconds"] / best["predicted_round_seconds"]:.2f}'}
+  return values
+
+
 def main():
   report = json.loads((tasks.ASSETS / 'evaluation.json').read_text(encoding='utf-8'))
   draw(tasks.ASSETS / 'learning_curve.png')
@@ -95,7 +109,7 @@ def main():
       for where, count in found['identical'].items() if count != found['sentences']})
   tried = json.loads((HERE / 'results' / 'shapes.json').read_text(encoding='utf-8'))
   steps = {model: read_log(model)[-1]['step'] for model in ('target', 'draft')}
-  values = {
+  values = speeds() | {
       'target_steps': f'{steps["target"]:,}',
       'shape_steps': f'{tried["settings"]["steps"]:,}', 'draft_steps': f'{steps["draft"]:,}',
       'shapes': shapes_table(tried), 'selected': tried['selected'],
