@@ -86,6 +86,15 @@ def samples(report):
   return '\n'.join(lines)
 
 
+def compared(names):
+  """Which gammas were compared at which batch size, of names such as 'batch 16, gamma 1'."""
+  gammas = {}
+  for name in names:
+    batch, gamma = name.split(', gamma ')
+    gammas.setdefault(batch, []).append(gamma)
+  return '; '.join(f'{batch}: γ = {", ".join(found)}' for batch, found in gammas.items())
+
+
 def speeds():
   """The best speed over plain decoding of each task, at T = 0, and what it is made of."""
   values = {}
@@ -117,7 +126,7 @@ def main():
       'sentences': restoration['sentences'],
       'acceptance': acceptance_table(report), 'samples': samples(report),
       'identical': ', '.join(identical) or f'all of the {restoration["sentences"]} sentences',
-      'compared': ', '.join(restoration['identical']),
+      'compared': compared(restoration['identical']),
   }
   for model in ('target', 'draft'):
     for task in tasks.PREFIXES:
