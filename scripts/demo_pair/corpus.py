@@ -51,7 +51,7 @@ def main():
   args = parser.parse_args()
   if args.validation and args.inputs is None:
     parser.error('expected --inputs with --validation')
-  texts = spread(train.VALIDATION, args.inputs) if args.validation else choose(args.inputs)
+  texts = spread(tasks.VALIDATION, args.inputs) if args.validation else choose(args.inputs)
   write(args.output, texts)
 
 

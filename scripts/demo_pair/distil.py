@@ -21,7 +21,6 @@ import pathlib
 import corpus
 import jax
 import jax.numpy as jnp
-import train
 
 from speculative_t5x import gin_command, plots
 from speculative_t5x.demo import tasks
@@ -38,7 +37,7 @@ LENGTHS = {'inputs': 128, 'targets': 128}
 BUCKETS = examples.buckets_of(LENGTHS)
 TEMPERATURES = (0.0, 1.0)
 ALONE = 'references alone'
-SOURCES = {'validation': train.VALIDATION, 'test': tasks.HELD_OUT}
+SOURCES = {'validation': tasks.VALIDATION, 'test': tasks.HELD_OUT}
 
 
 def runs():
@@ -136,7 +135,7 @@ def main():
   args.dir.mkdir(parents=True, exist_ok=True)
   texts = corpus.choose(args.inputs)
   corpus.write(args.dir / 'train.jsonl', texts)
-  corpus.write(args.dir / 'validation.jsonl', corpus.spread(train.VALIDATION, args.held_out))
+  corpus.write(args.dir / 'validation.jsonl', corpus.spread(tasks.VALIDATION, args.held_out))
   pair = load_demo_pair()
   alpha = Alpha(pair, args.dir / 'texts', args.held_out, args.batch_size)
   report = {

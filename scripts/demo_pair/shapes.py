@@ -97,7 +97,7 @@ def main():
   args = parser.parse_args()
   args.dir.mkdir(parents=True, exist_ok=True)
   corpus.write(args.dir / 'train.jsonl', corpus.choose())
-  corpus.write(args.dir / 'validation.jsonl', corpus.spread(train.VALIDATION, 64))
+  corpus.write(args.dir / 'validation.jsonl', corpus.spread(tasks.VALIDATION, 64))
   for name in args.train_only or SHAPES:
     fit(args, name)
   if args.train_only:
@@ -115,7 +115,7 @@ def main():
           for name, pair in pairs.items()},
   }
   for task in tasks.PREFIXES:
-    sentences = tasks.examples(tasks.read_pairs(train.VALIDATION), task)
+    sentences = tasks.examples(tasks.read_pairs(tasks.VALIDATION), task)
     examples = [measure.encode(ways['plain'][0], *text)
                 for text in tasks.spread(sentences, args.num_sentences)]
     found = adaptive.compare(ways, examples, 0.0, args.repeats)

@@ -20,7 +20,6 @@ from speculative_t5x.demo import tasks
 from speculative_t5x.network import T5Config, Transformer
 
 DATA = pathlib.Path(__file__).parent / 'data'
-VALIDATION = tasks.ASSETS / 'data' / 'validation_libreoffice.tsv.gz'
 
 
 def network_config(model: str, dropout_rate: float = 0.0) -> T5Config:
@@ -47,7 +46,7 @@ def encode(vocabulary, texts):
 
 def validation_batches(vocabulary, task):
   """The validation sentences of a task, as `validate` takes them."""
-  pairs = tasks.read_pairs(VALIDATION)
+  pairs = tasks.read_pairs(tasks.VALIDATION)
   return training.batches(encode(vocabulary, tasks.examples(pairs, task)), rows_of(512), 0, 0)
 
 

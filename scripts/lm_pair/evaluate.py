@@ -47,8 +47,8 @@ def perplexity(processor, model, sentences):
   batches = training.batches(
       train.encode(processor, sentences), train.rows_of(512), 0, 0)
   loss, accuracy = training.evaluate(model.module, model.params, batches)
-  return {'loss': round(float(loss), 4), 'perplexity': round(math.exp(loss), 2),
-          'accuracy': round(float(accuracy), 4)}
+  return {'loss': round(loss, 4), 'perplexity': round(math.exp(loss), 2),
+          'accuracy': round(accuracy, 4)}
 
 
 def decode(pair, encoded, **settings):

@@ -24,7 +24,6 @@ from speculative_t5x.demo import tasks
 from speculative_t5x.network import DecoderOnly, T5Config
 
 DATA = pathlib.Path(__file__).parents[1] / 'demo_pair' / 'data'
-VALIDATION = tasks.ASSETS / 'data' / 'validation_libreoffice.tsv.gz'
 
 
 def network_config(model: str, dropout_rate: float = 0.0) -> T5Config:
@@ -82,7 +81,7 @@ def main():
 
   vocabulary = sentencepiece.SentencePieceProcessor(model_file=str(tasks.VOCABULARY))
   train = encode(vocabulary, sentences(*sorted(DATA.glob('train_*.tsv.gz'))))
-  held_out = training.batches(encode(vocabulary, sentences(VALIDATION)), rows_of(512), 0, 0)
+  held_out = training.batches(encode(vocabulary, sentences(tasks.VALIDATION)), rows_of(512), 0, 0)
   dropout_rate = args.dropout_rate
   if dropout_rate is None:
     dropout_rate = 0.1 if args.model == 'target' else 0.0

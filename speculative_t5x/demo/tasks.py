@@ -12,6 +12,7 @@ T = TypeVar('T')
 
 ASSETS = pathlib.Path(__file__).parent
 HELD_OUT = ASSETS / 'data' / 'test_libreoffice.tsv.gz'
+VALIDATION = ASSETS / 'data' / 'validation_libreoffice.tsv.gz'
 VOCABULARY = ASSETS / 'vocabulary' / 'sp4k.model'
 
 RESTORE = 'restore: '
