@@ -314,8 +314,17 @@ def load_state(path: os.PathLike, like: TrainState) -> TrainState:
 
 def evaluate(
     module: Transformer, params: Any, found: Sequence[Batch]
-) -> tuple[float, float]:
-  """Mean loss a token and share of next tokens right over `found`, without dropout."""
+) -> dict[str, float]:
+  """How well a network predicts texts, teacher-forced and without dropout.
+
+  Args:
+    module: the network.
+    params: its parameters.
+    found: the texts; a token counts alike in every batch, padding not at all.
+
+  Returns:
+    `loss`, mean nats a token, and `accuracy`, the share of next tokens right, to four decimals.
+  """
 
   @jax.jit
   def score(params, batch):
@@ -323,4 +332,5 @@ def evaluate(
     return *cross_entropy(logits, batch.targets), jnp.sum(batch.targets > 0)
 
   totals = np.sum([[float(x) for x in score(params, batch)] for batch in found], axis=0)
-  return float(totals[0] / totals[2]), float(totals[1] / totals[2])
+  return {'loss': round(float(totals[0] / totals[2]), 4),
+          'accuracy': round(float(totals[1] / totals[2]), 4)}

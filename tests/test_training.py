@@ -124,6 +124,22 @@ def test_the_loss_is_nats_a_token_and_padding_does_not_count():
         expected, rel=1e-5)
 
 
+def test_evaluation_counts_every_token_alike_without_dropout():
+  module = Transformer(NETWORK)
+  params = training.init_state(module, CONFIG).params
+  inputs = np.array([[5, 6, 1], [4, 1, 0]], np.int32)
+  targets = np.array([[7, 8, 3, 1], [9, 1, 0, 0]], np.int32)
+  log_probs = jax.nn.log_softmax(module.apply(
+      {'params': params}, inputs, training.shift_right(targets)))
+  places = np.argwhere(targets > 0)
+  chosen = [float(log_probs[i, j, targets[i, j]]) for i, j in places]
+  right = [int(jnp.argmax(log_probs[i, j])) == targets[i, j] for i, j in places]
+  # In batches of four tokens and of two.
+  found = [training.Batch(inputs[i : i + 1], targets[i : i + 1]) for i in range(2)]
+  assert training.evaluate(module, params, found) == pytest.approx(
+      {'loss': -np.mean(chosen), 'accuracy': np.mean(right)}, abs=1e-4)
+
+
 def test_a_run_goes_on_from_what_it_saved(tmp_path):
   """State, log and evaluation of a run in two parts, of a step that adds up its batches."""
   state = training.TrainState(jnp.int32(0), {'sum': jnp.float32(0)}, ())

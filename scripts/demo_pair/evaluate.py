@@ -93,7 +93,7 @@ def main():
     validation = train.validation_batches(pieces, task)
     found = report[task] = {
         'sentences': len(examples), 'identical': {}, 'acceptance': {},
-        'validation': {name: train.validate(model.module, model.params, validation)
+        'validation': {name: training.evaluate(model.module, model.params, validation)
                        for name, model in (('target', pair.target), ('draft', pair.draft))}}
     for batch_size in args.batch_sizes:
       plain, _ = decode(pair, encoded, batch_size, gamma=0, temperature=0.0)

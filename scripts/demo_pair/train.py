@@ -45,15 +45,9 @@ def encode(vocabulary, texts):
 
 
 def validation_batches(vocabulary, task):
-  """The validation sentences of a task, as `validate` takes them."""
+  """The validation sentences of a task, as `training.evaluate` takes them."""
   pairs = tasks.read_pairs(tasks.VALIDATION)
   return training.batches(encode(vocabulary, tasks.examples(pairs, task)), rows_of(512), 0, 0)
-
-
-def validate(module, params, found):
-  """Loss a token and share of next tokens right, teacher-forced."""
-  loss, accuracy = training.evaluate(module, params, found)
-  return {'loss': round(loss, 4), 'accuracy': round(accuracy, 4)}
 
 
 def rows_of(tokens_per_batch):
@@ -88,7 +82,7 @@ def main():
   print(f'{count:,} parameters, {len(train):,} examples', flush=True)
 
   def evaluate(params):
-    return {task: validate(module, params, found) for task, found in held_out.items()}
+    return {task: training.evaluate(module, params, found) for task, found in held_out.items()}
 
   training.fit(
       state, args.dir, train_step,

@@ -104,8 +104,7 @@ def main():
         f'{sum(len(targets) for _, targets in train):,} tokens', flush=True)
 
   def evaluate(params):
-    loss, accuracy = training.evaluate(module, params, held_out)
-    return {'validation': {'loss': round(loss, 4), 'accuracy': round(accuracy, 4)}}
+    return {'validation': training.evaluate(module, params, held_out)}
 
   training.fit(
       state, args.dir, train_step,
