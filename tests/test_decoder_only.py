@@ -442,6 +442,26 @@ def test_the_command_goes_on_from_every_line(files):
   assert records[3][1]['statistics']['drafted'] > 0
 
 
+def test_the_embedded_pair_goes_on_from_beginnings(tmp_path):
+  (tmp_path / 'in.txt').write_text('Click the\nTo insert a\nIf you\n', encoding='utf-8')
+
+  def continued(name, *settings):
+    assert infer.main([
+        '--gin_file=gin_configs/examples/demo_lm.gin', f'--input={tmp_path}/in.txt',
+        f'--output_dir={tmp_path}/{name}', *(f'--gin.{setting}' for setting in settings)]) == 0
+    lines = (tmp_path / name / 'inferences.jsonl').read_text(encoding='utf-8').splitlines()
+    return [json.loads(line) for line in lines]
+
+  plain = continued('plain', 'GAMMA=0', 'TEMPERATURE=0.0')
+  fast = continued('fast', 'TEMPERATURE=0.0')
+  assert all(record['prediction'] for record in plain)
+  assert [r['prediction'] for r in fast] == [r['prediction'] for r in plain]
+  rounds = lambda records: sum(record['statistics']['rounds'] for record in records)
+  assert rounds(fast) < rounds(plain)
+  sampled = continued('sampled', 'NUM_DECODES=4')
+  assert all(len({*record['predictions']}) > 1 for record in sampled)
+
+
 def test_inputs_end_in_eos_only_when_asked_for():
   asked = []
 

@@ -4,9 +4,9 @@
 #
 #   bash scripts/lm_pair/make.sh RUNS [TARGET_STEPS [DRAFT_STEPS]]
 #
-# RUNS is a folder for the training states. Steps are 4000 each by default.
+# RUNS is a folder for the training states. Steps are 3000 and 2500 by default, which the committed pair had.
 set -euo pipefail
-runs=$1 target_steps=${2:-4000} draft_steps=${3:-4000}
+runs=$1 target_steps=${2:-3000} draft_steps=${3:-2500}
 here=$(dirname "$0")
 assets=$(realpath "$here/../../speculative_t5x/demo")/lm
 python "$here/train.py" target --dir "$runs/lm_target" --steps "$target_steps"
