@@ -41,6 +41,12 @@ OPTIONS = [
 ]
 
 
+def heed_signals():
+  """A shell cannot trap what is ignored when it starts, as under nohup or in the background."""
+  for signal in (signals.SIGHUP, signals.SIGINT):
+    signals.signal(signal, signals.SIG_DFL)
+
+
 class Job:
   """A checkout with nothing but the scripts, and the commands that they find on PATH."""
 
@@ -68,8 +74,7 @@ class Job:
     return subprocess.run(
         ['bash', self.script, *arguments], capture_output=True, text=True, timeout=20,
         cwd=self.checkout, env=os.environ | environment | variables,
-        # A shell cannot trap a signal that is ignored when it starts, as under nohup.
-        preexec_fn=lambda: signals.signal(signals.SIGHUP, signals.SIG_DFL),
+        preexec_fn=heed_signals,
     )
 
   def all(self, *options: str, arguments=(GIN, OUTPUT), **kwargs):

@@ -176,13 +176,10 @@ def bfloat16():
   total = lambda name: sum(record[name] for record in report['records'])
   margin = max(record['largest_margin'] for record in report['records'])
   return {'bfloat16': (
-      f'Of {total("sentences")} held-out sentences, with the demo\'s pair as it was before its '
-      f'last\ntraining ({total("tokens"):,} tokens, γ = 7), '
-      f'{total("different_sentences")} differ from plain bfloat16 decoding, each where '
-      'two\n'
-      f'logits were less than {margin:.2g} apart; plain bfloat16 decoding itself differs from '
-      f'float32 in {total("plain_differs_from_float32")}\n'
-      '([figures](scripts/demo_pair/results/bfloat16.json)).')}
+      f'Of {total("sentences")} held-out sentences ({total("tokens"):,} tokens, γ = 7), '
+      f'{total("different_sentences")} differ from plain bfloat16\ndecoding, each where two logits '
+      f'were less than {margin:.2g} apart; plain bfloat16 decoding itself differs\nfrom float32 in '
+      f'{total("plain_differs_from_float32")} ([figures](scripts/demo_pair/results/bfloat16.json)).')}
 
 
 def render() -> str:
