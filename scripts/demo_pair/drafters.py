@@ -38,8 +38,8 @@ def ngram_tables(vocabulary):
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('folder', type=pathlib.Path)
-  parser.add_argument('--num_sentences', type=int, default=10)
-  parser.add_argument('--gammas', type=int, nargs='+', default=[3, 7])
+  parser.add_argument('--num_sentences', type=int, default=6)
+  parser.add_argument('--gammas', type=int, nargs='+', default=[4])
   parser.add_argument('--repeats', type=int, default=3)
   args = parser.parse_args()
   pair = load_demo_pair()
