@@ -40,7 +40,7 @@ def main():
   parser.add_argument('folder', type=pathlib.Path)
   parser.add_argument('--num_sentences', type=int, default=6)
   parser.add_argument('--gammas', type=int, nargs='+', default=[4])
-  parser.add_argument('--repeats', type=int, default=3)
+  parser.add_argument('--repeats', type=int, default=5)
   args = parser.parse_args()
   pair = load_demo_pair()
   drafters = {
