@@ -179,7 +179,8 @@ def bfloat16():
       f'Of {total("sentences")} held-out sentences ({total("tokens"):,} tokens, γ = 7), '
       f'{total("different_sentences")} differ from plain bfloat16\ndecoding, each where two logits '
       f'were less than {margin:.2g} apart; plain bfloat16 decoding itself differs\nfrom float32 in '
-      f'{total("plain_differs_from_float32")} ([figures](scripts/demo_pair/results/bfloat16.json)).')}
+      f'{total("plain_differs_from_float32")} '
+      '([figures](scripts/demo_pair/results/bfloat16.json)).')}
 
 
 def render() -> str:

@@ -22,7 +22,8 @@ plan xxl large v5p:2x2x1 1 '' --alpha=.82
 for target in xl xxl; do
   for slice in 'v5p:2x2x1 1' 'v5e:2x4 8' 'v4:2x2x1 4' 'v6e:2x2 4'; do
     # shellcheck disable=SC2086
-    plan "$target" small $slice _long --batch_size=64 --output_length=512
+    plan "$target" small $slice _long --batch_size=64 --output_length=512 \
+      --verify_largest_batch
   done
 done
 python scripts/tpu_plans/table.py "$results"

@@ -61,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                       help="acceptance rate; default: .75, the paper's for XXL with small at T=0")
   parser.add_argument('--dtype', default='bfloat16', choices=('bfloat16', 'float32'))
   parser.add_argument('--verify_largest_batch', action='store_true',
-                      help='look for the largest batch with the compiler, minutes a try; it is '
-                           'extrapolated from two sizes otherwise')
+                      help='look for the largest batch with the compiler, minutes a try; otherwise '
+                           'it is extrapolated from two sizes, and may be a quarter too large')
   parser.add_argument('--json', type=pathlib.Path, help='file to write the plans to')
 
   def command():
@@ -114,7 +114,7 @@ def show(found: Plan) -> None:
   console = Console(width=120)
   console.print(table)
   fits = 'fits' if found.fits else 'does not fit'
-  how = ('extrapolated' if found.too_large_batch is None
+  how = ('extrapolated; --verify_largest_batch asks the compiler' if found.too_large_batch is None
          else f'compiled; {found.too_large_batch} does not fit')
   console.print(
       f'{found.needed_bytes / MIB:.0f} of {found.hbm_bytes / MIB:.0f} MiB: {fits}; largest batch '
