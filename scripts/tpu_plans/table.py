@@ -14,7 +14,8 @@ PAPER = {0.75: '3.4x', 0.80: '2.8x', 0.82: '1.7x'}
 SPEED = ('pair', 'slice', 'chips a model', 'GiB a chip', 'c, v(7), factor by memory traffic',
          "by the compiler's cycles", "a step of T5X's own, by traffic", 'paper')
 MEMORY = ('pair', 'slice', 'chips a model', 'GiB a chip', 'of it caches and other temporaries',
-          'fits', 'largest batch', "GiB a chip in T5X's own decoding")
+          'fits', 'largest batch', "GiB a chip in T5X's own decoding",
+          'c, v(7), factor by memory traffic')
 GIB = 2**30
 
 
@@ -30,17 +31,21 @@ def place(path, plan):
           f'{plan["needed_bytes"] / GIB:.1f} of {plan["hbm_bytes"] / GIB:.0f}')
 
 
+def estimate(plan, by):
+  """c, v and the factor of a plan, by 'traffic' or 'cycle'; of a planner that counted them."""
+  if f'{by}_c' not in plan:
+    return '–'
+  return f'{plan[f"{by}_c"]:.3f}, {plan[f"{by}_v"]:.2f}, {plan[f"{by}_factor"]:.2f}x'
+
+
 def speed(path, plan):
   """A row on what a round costs."""
-  # A plan has what its version of the planner counted.
-  estimates = [
-      f'{plan[f"{by}c"]:.3f}, {plan[f"{by}v"]:.2f}, {plan[f"{by}factor"]:.2f}x'
-      if f'{by}c' in plan else '–' for by in ('traffic_', 'cycle_')]
   programs, t5x = plan['programs'], '–'
   if 't5x' in programs:
     t5x = programs['t5x']['loop_traffic_bytes'] / programs['plain']['loop_traffic_bytes']
     t5x = f'{t5x:.2f} of ours'
-  return *place(path, plan), *estimates, t5x, PAPER.get(plan['request']['alpha'], '')
+  return (*place(path, plan), estimate(plan, 'traffic'), estimate(plan, 'cycle'), t5x,
+          PAPER.get(plan['request']['alpha'], ''))
 
 
 def memory(path, plan):
@@ -50,7 +55,8 @@ def memory(path, plan):
   too_large = plan['too_large_batch']
   how = 'extrapolated' if too_large is None else f'{too_large} does not fit'
   return (*place(path, plan), f'{plan["programs"]["speculative"]["temporary_bytes"] / GIB:.1f}',
-          'yes' if plan['fits'] else 'no', f'{plan["largest_batch"] or "none"} ({how})', t5x)
+          'yes' if plan['fits'] else 'no', f'{plan["largest_batch"] or "none"} ({how})', t5x,
+          estimate(plan, 'traffic'))
 
 
 def needed(program):
