@@ -26,4 +26,6 @@ for target in xl xxl; do
       --verify_largest_batch
   done
 done
+# Copies of the pair in place of partitions.
+plan xl small v5e:2x4 1 _copies --batch_size=8 --output_length=512
 python scripts/tpu_plans/table.py "$results"

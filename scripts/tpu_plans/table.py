@@ -69,13 +69,13 @@ def main():
   plans = [(path, plan) for path in sorted(folder.glob('*.json'))
            for plan in json.loads(path.read_text(encoding='utf-8'))]
   single = [(path, plan) for path, plan in plans if plan['request']['batch_size'] == 1]
-  large = [(path, plan) for path, plan in plans if plan['request']['batch_size'] > 1]
   lines = table(SPEED, (speed(*entry) for entry in single))
-  if large:
-    [(batch, length)] = {
-        (plan['request']['batch_size'], plan['request']['output_length']) for _, plan in large}
+  size = lambda plan: (plan['request']['batch_size'], plan['request']['output_length'])
+  larger = {size(plan) for _, plan in plans if size(plan)[0] > 1}
+  for batch, length in sorted(larger, reverse=True):
     lines += ['', f'Batch {batch}, {length} tokens out:', '']
-    lines += table(MEMORY, (memory(*entry) for entry in large))
+    lines += table(MEMORY, (
+        memory(*entry) for entry in plans if size(entry[1]) == (batch, length)))
   (folder / 'table.md').write_text('\n'.join(lines) + '\n', encoding='utf-8')
   print('\n'.join(lines))
 
