@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument('--dtype', default='bfloat16', choices=('bfloat16', 'float32'))
   parser.add_argument('--verify_largest_batch', action='store_true',
                       help='look for the largest batch with the compiler, minutes a try; otherwise '
-                           'it is extrapolated from two sizes, and may be a quarter too large')
+                           'it is extrapolated from two sizes, and may be a third too large')
   parser.add_argument('--json', type=pathlib.Path, help='file to write the plans to')
 
   def command():
