@@ -11,11 +11,11 @@ import sys
 
 # The paper's measured factors on EnDe at T = 0, gamma 7, one TPU v4, by alpha.
 PAPER = {0.75: '3.4x', 0.80: '2.8x', 0.82: '1.7x'}
-SPEED = ('pair', 'slice', 'chips a model', 'GiB a chip', 'c, v(7), factor by memory traffic',
-         "by the compiler's cycles", "a step of T5X's own, by traffic", 'paper')
-MEMORY = ('pair', 'slice', 'chips a model', 'GiB a chip', 'of it caches and other temporaries',
-          'fits', 'largest batch', "GiB a chip in T5X's own decoding",
-          'c, v(7), factor by memory traffic')
+PLACE = ('pair', 'slice', 'chips a model', 'GiB a chip')
+BY_TRAFFIC = 'c, v(7), factor by memory traffic'
+SPEED = (*PLACE, BY_TRAFFIC, "by the compiler's cycles", "a step of T5X's own, by traffic", 'paper')
+MEMORY = (*PLACE, 'of it caches and other temporaries', 'fits', 'largest batch',
+          "GiB a chip in T5X's own decoding", BY_TRAFFIC)
 GIB = 2**30
 
 
@@ -32,9 +32,7 @@ def place(path, plan):
 
 
 def estimate(plan, by):
-  """c, v and the factor of a plan, by 'traffic' or 'cycle'; of a planner that counted them."""
-  if f'{by}_c' not in plan:
-    return '–'
+  """c, v and the factor of a plan, by 'traffic' or 'cycle'."""
   return f'{plan[f"{by}_c"]:.3f}, {plan[f"{by}_v"]:.2f}, {plan[f"{by}_factor"]:.2f}x'
 
 
